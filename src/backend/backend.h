@@ -1,0 +1,97 @@
+/* The device contract: one struct of function pointers per backend (cpu, cuda). Everything above works with this file alone.
+ *
+ * Life: backend_find -> open -> compile (program) -> kv_create -> [submit -> wait]* -> destroy/close in reverse order.
+ * Rules: 1. One thread (the engine's) calls a backend after open. 2. Past compile and kv_create nothing allocates: submit cannot fail for
+ * memory. 3. A sticky device error makes submit and wait return SITS_DEVICE for ever; the process lives on. 4. Op semantics are those of
+ * tests/ref. 5. At most one batch is in flight; the arrays of struct backend_batch are read during submit only.
+ */
+#ifndef SITS_BACKEND_BACKEND_H
+#define SITS_BACKEND_BACKEND_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "sits2026/status.h"
+
+#define BACKEND_ABI 1
+#define KV_PAGE_TOKENS 64          /* P */
+
+struct backend;                    /* an open device */
+struct backend_program;            /* a model compiled for it */
+struct backend_kv;                 /* its page memory */
+struct program;                    /* backend/program.h: what to run, device-independent */
+
+enum kv_codec { KV_F16, KV_INT8, KV_INT4, KV_FP4, KV_CODEC_COUNT };
+
+struct backend_options {
+  int32_t n_threads;               /* CPU workers; 0 = one per core */
+  int32_t device;                  /* ordinal */
+  int32_t max_batch_tokens;        /* largest T of a batch */
+  int32_t max_seqs;                /* largest S and R */
+  const char *isa;                 /* "auto", "scalar", "avx2", "avx512"; CPU only, NULL = auto */
+};
+
+struct backend_info {
+  char name[64];                   /* "cpu avx512-vnni, 2 threads" */
+  uint64_t memory_total_bytes, memory_free_bytes;
+};
+
+struct kv_geometry {
+  int32_t n_layers, n_kv_heads, head_dim;
+  int32_t n_pages;                 /* N; a page holds P tokens of every layer */
+  enum kv_codec codec;
+};
+
+/* One step's work; token t belongs to the sequence s with seq_start[s] <= t < seq_start[s+1]. */
+struct backend_batch {
+  int32_t n_tokens;                /* T */
+  int32_t n_seqs;                  /* S */
+  int32_t n_rows;                  /* R */
+  const int32_t *tokens;           /* [T] */
+  const int32_t *positions;        /* [T] position in the sequence, for RoPE and the causal mask */
+  const int32_t *seq_start;        /* [S+1] */
+  const int32_t *kv_len;           /* [S] tokens of the sequence in the cache once this step's are appended */
+  const int32_t *block_table;      /* [S][table_stride] page ids; entry i holds positions i*P .. i*P+P-1 */
+  int32_t table_stride;
+  const int32_t *row_token;        /* [R] ascending token indexes whose logits are wanted */
+};
+
+struct backend_result {
+  const float *logits;             /* [R][V] f32 on the host, valid until the next submit */
+  int64_t compute_us;
+};
+
+struct kv_copy { int32_t from_page, to_page; };
+
+struct backend_vtable {
+  int32_t abi;                     /* BACKEND_ABI */
+  const char *name;                /* "cpu" */
+  enum sits_status (*open)(const struct backend_options *options, struct backend **out, struct sits_error *err);
+  void (*close)(struct backend *backend);
+  void (*info)(const struct backend *backend, struct backend_info *out);
+
+  /* Take a program: pack its weights for this device (the source's pages may be dropped) and reserve workspaces. The program and the
+   * model behind it must outlive the result. */
+  enum sits_status (*compile)(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err);
+  void (*program_destroy)(struct backend_program *program);
+  uint64_t (*program_bytes)(const struct backend_program *program); /* device memory held: weights and workspaces */
+
+  uint64_t (*kv_page_bytes)(const struct kv_geometry *geometry);    /* bytes of one page in all layers; 0 = codec not supported */
+  enum sits_status (*kv_create)(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out, struct sits_error *err);
+  void (*kv_destroy)(struct backend_kv *kv);
+  enum sits_status (*kv_copy_pages)(struct backend_kv *kv, const struct kv_copy *copies, int32_t n); /* for copy-on-write */
+  enum sits_status (*kv_read_page)(struct backend_kv *kv, int32_t page, void *host);        /* swap out: kv_page_bytes bytes */
+  enum sits_status (*kv_write_page)(struct backend_kv *kv, int32_t page, const void *host); /* swap in */
+
+  /* Start a batch; then wait for it. */
+  enum sits_status (*submit)(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *batch);
+  enum sits_status (*wait)(struct backend_program *program, struct backend_result *result);
+};
+
+/* "cpu", "cuda", or "auto" (the best that works here). NULL when this build has no such backend. */
+const struct backend_vtable *backend_find(const char *name);
+
+const char *kv_codec_name(enum kv_codec codec);
+
+#endif
