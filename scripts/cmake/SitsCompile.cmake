@@ -15,7 +15,9 @@ endif()
 
 add_compile_definitions(_GNU_SOURCE SITS_VERSION="${PROJECT_VERSION}")
 add_compile_options(
-  "$<$<COMPILE_LANGUAGE:C>:-Wall;-Wextra;-Werror;-Wstrict-prototypes;-Wmissing-prototypes;-Wshadow;-Wpointer-arith;-Wvla;-Wno-unused-parameter;-Wno-missing-field-initializers;-fno-math-errno;-ffp-contract=off;-fno-strict-aliasing>")
+  "$<$<COMPILE_LANGUAGE:C>:-Wall;-Wextra;-Werror;-Wstrict-prototypes;-Wmissing-prototypes;-Wshadow;-Wpointer-arith;-Wvla>"
+  "$<$<COMPILE_LANGUAGE:C>:-Wno-unused-parameter;-Wno-missing-field-initializers>"
+  "$<$<COMPILE_LANGUAGE:C>:-fno-math-errno;-ffp-contract=off;-fno-strict-aliasing>")
 if(SITS_DEBUG_CHECKS)
   add_compile_definitions(SITS_DEBUG_CHECKS=1)
 endif()

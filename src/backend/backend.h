@@ -73,12 +73,14 @@ struct backend_vtable {
 
   /* Take a program: pack its weights for this device (the source's pages may be dropped) and reserve workspaces. The program and the
    * model behind it must outlive the result. */
-  enum sits_status (*compile)(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err);
+  enum sits_status (*compile)(struct backend *backend, const struct program *program, struct backend_program **out,
+                              struct sits_error *err);
   void (*program_destroy)(struct backend_program *program);
   uint64_t (*program_bytes)(const struct backend_program *program); /* device memory held: weights and workspaces */
 
   uint64_t (*kv_page_bytes)(const struct kv_geometry *geometry);    /* bytes of one page in all layers; 0 = codec not supported */
-  enum sits_status (*kv_create)(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out, struct sits_error *err);
+  enum sits_status (*kv_create)(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
+                                struct sits_error *err);
   void (*kv_destroy)(struct backend_kv *kv);
   enum sits_status (*kv_copy_pages)(struct backend_kv *kv, const struct kv_copy *copies, int32_t n); /* for copy-on-write */
   enum sits_status (*kv_read_page)(struct backend_kv *kv, int32_t page, void *host);        /* swap out: kv_page_bytes bytes */

@@ -14,7 +14,8 @@
 struct chat_template;
 
 /* Compile. SITS_UNSUPPORTED or SITS_FORMAT with the line. The source is copied. */
-enum sits_status chat_template_create(const char *source, size_t n_bytes, struct chat_template **out, struct sits_error *err) SITS_MUST_CHECK;
+enum sits_status chat_template_create(const char *source, size_t n_bytes, struct chat_template **out, struct sits_error *err)
+    SITS_MUST_CHECK;
 void chat_template_destroy(struct chat_template *tmpl);
 
 /* Render with an object of variables (messages, tools, documents, add_generation_prompt, bos_token, ...). now_unix: what strftime_now

@@ -1,0 +1,134 @@
+/* The daemon's option table and how its sources combine. See options.h. */
+#include "config/options.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define AT(field) offsetof(struct options, field)
+#define STR(name, field, section, help) {name, OPTION_STRING, AT(field), "", 0, 0, "", 0, NULL, section, help}
+#define SECRET(name, field, section, help) {name, OPTION_STRING, AT(field), "", 0, 0, "", OPTION_SECRET, NULL, section, help}
+#define INT(name, field, def, min, max, unit, section, help) {name, OPTION_INT, AT(field), def, min, max, unit, 0, NULL, section, help}
+#define FLT(name, field, def, min, max, unit, section, help) {name, OPTION_FLOAT, AT(field), def, min, max, unit, 0, NULL, section, help}
+#define SIZE(name, field, def, min, max, section, help) {name, OPTION_BYTES, AT(field), def, min, max, "bytes", 0, NULL, section, help}
+#define BOOL(name, field, def, section, help) {name, OPTION_BOOL, AT(field), def, 0, 0, "", 0, NULL, section, help}
+#define ENUM(name, field, def, choices, section, help) {name, OPTION_ENUM, AT(field), def, 0, 0, "", 0, choices, section, help}
+
+static const char default_host[] = "127.0.0.1";
+
+const struct option_spec options_table[] = {
+    STR("model", model, "Model",
+        "The model: a GGUF file, or a Hugging Face directory (config.json, tokenizer.json, *.safetensors)."),
+    STR("served-model-name", served_model_name, "Model",
+        "Name that clients give in `model`. Default: the file's or directory's name."),
+    STR("chat-template", chat_template, "Model", "File with a Jinja chat template to use instead of the model's own."),
+    INT("max-model-len", max_model_len, "0", 0, 16777216, "tokens", "Model",
+        "Longest prompt plus answer. 0: what the model was made for."),
+
+    ENUM("device", device, "auto", "auto|cpu|cuda", "Device",
+         "Where the model runs. auto takes a GPU where this build and machine have one."),
+    ENUM("isa", isa, "auto", "auto|scalar|avx2|avx512", "Device",
+         "CPU instruction set; auto finds the best that the processor has."),
+    INT("threads", threads, "0", 0, 1024, "threads", "Device", "CPU worker threads. 0: one per core that this process may use."),
+    FLT("gpu-memory-utilization", gpu_memory_utilization, "0.9", 0.05, 0.99, "fraction", "Device",
+        "Share of the GPU's memory for weights, KV cache and workspaces together."),
+
+    ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|int8|int4|fp4", "KV cache",
+         "How keys and values are stored. auto is f16. int4 and fp4 take about 0.3 of f16's bytes at a small cost in quality."),
+    SIZE("kv-cache-memory", kv_cache_memory, "0", 0, 1e15, "KV cache",
+         "Memory for KV pages. 0: enough for max-num-seqs sequences of full length, but at most half of the free memory."),
+    BOOL("enable-prefix-caching", enable_prefix_caching, "true", "KV cache",
+         "Keep the pages of finished prompts, so that a request with the same beginning does not read it again."),
+
+    INT("max-num-seqs", max_num_seqs, "256", 1, 4096, "sequences", "Scheduling", "Most sequences that are decoded together."),
+    INT("max-num-batched-tokens", max_num_batched_tokens, "2048", 64, 65536, "tokens", "Scheduling",
+        "Most tokens in one step; also the largest prefill chunk."),
+    FLT("itl-target-ms", itl_target_ms, "0", 0, 60000, "ms", "Scheduling",
+        "Inter-token latency that running streams keep while prompts are read; prefill chunks shrink to hold it. 0: no target."),
+    INT("max-queued-requests", max_queued_requests, "1024", 1, 1000000, "requests", "Scheduling",
+        "Requests that may wait; beyond them clients get 429 with Retry-After."),
+    INT("max-queued-tokens", max_queued_tokens, "4194304", 64, 1e12, "tokens", "Scheduling",
+        "Prompt tokens that may wait; beyond them clients get 429 with Retry-After."),
+    FLT("request-timeout-s", request_timeout_s, "0", 0, 86400, "s", "Scheduling", "Time after which a request is ended. 0: no limit."),
+
+    STR("host", host, "HTTP", "Address to listen on. Default: 127.0.0.1; 0.0.0.0 for every interface."),
+    INT("port", port, "8000", 0, 65535, "port", "HTTP", "TCP port. 0: any free one, printed in the log line `listening`."),
+    INT("http-threads", http_threads, "2", 1, 64, "threads", "HTTP", "Threads that serve connections."),
+    INT("max-connections", max_connections, "4096", 8, 1000000, "connections", "HTTP",
+        "Open connections; keep it well above the number of streams, for beyond it new clients wait in the backlog."),
+    SIZE("max-body-bytes", max_body_bytes, "4M", 1024, 268435456, "HTTP", "Largest request body; beyond it 413."),
+    FLT("http-idle-timeout-s", http_idle_timeout_s, "60", 1, 86400, "s", "HTTP",
+        "Time after which an idle keep-alive connection is closed."),
+    FLT("sse-ping-s", sse_ping_s, "10", 0, 3600, "s", "HTTP",
+        "A comment line is sent on a stream that has been silent this long. 0: never."),
+    STR("ssl-certfile", ssl_certfile, "HTTP", "PEM certificate chain; with ssl-keyfile it turns TLS on."),
+    STR("ssl-keyfile", ssl_keyfile, "HTTP", "PEM private key."),
+    SECRET("api-key", api_key, "HTTP", "Key that clients must send as `Authorization: Bearer KEY` on every route but health."),
+    BOOL("metrics-require-key", metrics_require_key, "false", "HTTP", "Ask for the API key on /metrics too."),
+    FLT("shutdown-timeout-s", shutdown_timeout_s, "30", 0, 86400, "s", "HTTP",
+        "On SIGTERM, time that running requests get to finish; a second signal ends them at once."),
+
+    ENUM("log-level", log_level, "info", "debug|info|warn|error", "Logging", "Least severe lines that are written to stderr."),
+};
+const int options_table_size = sizeof options_table / sizeof options_table[0];
+
+struct early { const char *config_path; enum options_action action; };
+
+/* Pick out the words that are no table rows (--config, --help, ...) and leave the others in rest (argc pointers). */
+static enum sits_status split_args(int argc, char *const *argv, struct early *early, char **rest, int *n_rest, struct sits_error *err)
+{
+  static const struct { const char *word; enum options_action action; } words[] = {
+      {"--help", OPTIONS_HELP}, {"-h", OPTIONS_HELP}, {"--version", OPTIONS_VERSION},
+      {"--print-config", OPTIONS_PRINT_CONFIG}, {"--print-sample-config", OPTIONS_PRINT_SAMPLE}};
+  *n_rest = 0;
+  for (int i = 1; i < argc; i++) {
+    bool taken = false;
+    for (size_t w = 0; w < sizeof words / sizeof words[0] && !taken; w++) {
+      taken = strcmp(argv[i], words[w].word) == 0;
+      if (taken) early->action = words[w].action;
+    }
+    if (taken) continue;
+    if (strncmp(argv[i], "--config=", 9) == 0) {
+      early->config_path = argv[i] + 9;
+    } else if (strcmp(argv[i], "--config") == 0) {
+      if (i + 1 >= argc) return sits_fail_param(err, SITS_CONFIG, "config", "command line: --config needs a file");
+      early->config_path = argv[++i];
+    } else {
+      rest[(*n_rest)++] = argv[i];
+    }
+  }
+  return SITS_OK;
+}
+
+static enum sits_status check_together(struct options *options, enum options_action action, struct sits_error *err)
+{
+  if (!options->host) options->host = default_host;
+  if (!options->ssl_certfile != !options->ssl_keyfile)
+    return sits_fail_param(err, SITS_CONFIG, "ssl-keyfile", "ssl-certfile and ssl-keyfile go together: give both or none");
+  if (options->max_num_batched_tokens < options->max_num_seqs)
+    return sits_fail_param(err, SITS_CONFIG, "max-num-batched-tokens", "max-num-batched-tokens (%lld) must be at least max-num-seqs (%lld)",
+                           (long long)options->max_num_batched_tokens, (long long)options->max_num_seqs);
+  if (action == OPTIONS_RUN && !options->model)
+    return sits_fail_param(err, SITS_CONFIG, "model", "no model: give --model PATH (a GGUF file or a Hugging Face directory)");
+  return SITS_OK;
+}
+
+enum sits_status options_load(struct options *options, struct option_set *set, int argc, char *const *argv, enum options_action *action,
+                              struct sits_error *err)
+{
+  enum { MOST_ARGS = 512 };
+  char *rest[MOST_ARGS];
+  int n_rest = 0;
+  struct early early = {.config_path = getenv("SITS_CONFIG"), .action = OPTIONS_RUN};
+  if (argc > MOST_ARGS) return sits_fail(err, SITS_CONFIG, "command line: more than %d words", MOST_ARGS);
+  *options = (struct options){0};
+  enum sits_status status = option_set_init(set, options_table, options_table_size, options, err);
+  if (status) return status;
+  status = split_args(argc, argv, &early, rest, &n_rest, err);
+  if (!status && early.config_path) status = option_load_yaml(set, early.config_path, err);
+  if (!status) status = option_load_env(set, err);
+  if (!status) status = option_parse_args(set, n_rest, rest, 0, NULL, err);
+  if (!status && early.action != OPTIONS_HELP && early.action != OPTIONS_VERSION) status = check_together(options, early.action, err);
+  if (status) option_set_fini(set);
+  else *action = early.action;
+  return status;
+}

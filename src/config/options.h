@@ -1,0 +1,51 @@
+/* The daemon's options. Names are vLLM's where it has one. To add one: a field here, a row in options.c, and
+ * `scripts/gen_config` for the sample file. */
+#ifndef SITS_CONFIG_OPTIONS_H
+#define SITS_CONFIG_OPTIONS_H
+
+#include "config/option.h"
+
+struct options {
+  /* model */
+  const char *model;                /* GGUF file or Hugging Face directory */
+  const char *served_model_name;    /* NULL: file or directory name */
+  const char *chat_template;        /* file; NULL: the model's own */
+  int64_t max_model_len;            /* 0: the model's */
+  /* device */
+  const char *device;               /* auto|cpu|cuda */
+  const char *isa;                  /* auto|scalar|avx2|avx512 */
+  int64_t threads;                  /* 0: one per core */
+  double gpu_memory_utilization;
+  /* KV cache */
+  const char *kv_cache_dtype;       /* auto|f16|int8|int4|fp4 */
+  int64_t kv_cache_memory;          /* bytes, 0: sized from what is free */
+  bool enable_prefix_caching;
+  /* scheduling */
+  int64_t max_num_seqs, max_num_batched_tokens;
+  double itl_target_ms;             /* 0: none */
+  int64_t max_queued_requests, max_queued_tokens;
+  double request_timeout_s;         /* 0: none */
+  /* HTTP */
+  const char *host;
+  int64_t port;
+  int64_t http_threads, max_connections, max_body_bytes;
+  double http_idle_timeout_s, sse_ping_s;
+  const char *ssl_certfile, *ssl_keyfile;
+  const char *api_key;
+  bool metrics_require_key;
+  double shutdown_timeout_s;
+  /* logging */
+  const char *log_level;            /* debug|info|warn|error */
+};
+
+extern const struct option_spec options_table[];
+extern const int options_table_size;
+
+enum options_action { OPTIONS_RUN, OPTIONS_HELP, OPTIONS_VERSION, OPTIONS_PRINT_CONFIG, OPTIONS_PRINT_SAMPLE };
+
+/* Read --config (if given), the environment and argv, in rising precedence, and check what concerns several options at once.
+ * --help, --version, --print-config and --print-sample-config set *action. set must live as long as options. */
+enum sits_status options_load(struct options *options, struct option_set *set, int argc, char *const *argv, enum options_action *action,
+                              struct sits_error *err) SITS_MUST_CHECK;
+
+#endif

@@ -1,0 +1,196 @@
+/* The option table: precedence, every kind of refusal with its origin, and that the sample file in configs/ is up to date. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "base/mapfile.h"
+#include "base/mem.h"
+#include "config/options.h"
+
+struct fixture { struct options options; struct option_set set; struct sits_error err; enum options_action action; };
+
+static enum sits_status load(struct fixture *f, int n, const char *const *words)
+{
+  char *argv[32] = {(char *)(uintptr_t) "sits2026d"};
+  for (int i = 0; i < n; i++) argv[i + 1] = (char *)(uintptr_t)words[i];
+  memset(f, 0, sizeof *f);
+  return options_load(&f->options, &f->set, n + 1, argv, &f->action, &f->err);
+}
+#define LOAD(f, ...) load(f, sizeof((const char *[]){__VA_ARGS__}) / sizeof(char *), (const char *[]){__VA_ARGS__})
+
+static void write_file(char *path, const char *text)
+{
+  snprintf(path, 64, "/tmp/sits-options-XXXXXX");
+  int fd = mkstemp(path);
+  assert_true(fd >= 0);
+  assert_int_equal(write(fd, text, strlen(text)), (ssize_t)strlen(text));
+  close(fd);
+}
+
+static void test_defaults(void **state)
+{
+  struct fixture f;
+  assert_int_equal(LOAD(&f, "--model", "m.gguf"), SITS_OK);
+  assert_string_equal(f.options.model, "m.gguf");
+  assert_string_equal(f.options.host, "127.0.0.1");
+  assert_int_equal(f.options.port, 8000);
+  assert_int_equal(f.options.max_body_bytes, 4 << 20);
+  assert_true(f.options.enable_prefix_caching);
+  assert_null(f.options.api_key);
+  assert_false(option_is_set(&f.set, "port"));
+  option_set_fini(&f.set);
+}
+
+static void test_precedence(void **state)
+{
+  struct fixture f;
+  char path[64];
+  write_file(path, "port: 1\nthreads: 3\nmax-num-seqs: 7\nmodel: \"a b.gguf\"\n");
+  setenv("SITS_THREADS", "4", 1);
+  setenv("SITS_MAX_NUM_SEQS", "8", 1);
+  assert_int_equal(LOAD(&f, "--config", path, "--max-num-seqs=9", "--no-enable-prefix-caching", "--kv-cache-memory", "1.5G"), SITS_OK);
+  assert_int_equal(f.options.port, 1);
+  assert_int_equal(f.options.threads, 4);
+  assert_int_equal(f.options.max_num_seqs, 9);
+  assert_string_equal(f.options.model, "a b.gguf");
+  assert_false(f.options.enable_prefix_caching);
+  assert_int_equal(f.options.kv_cache_memory, 1610612736);
+  option_set_fini(&f.set);
+  unsetenv("SITS_THREADS");
+  unsetenv("SITS_MAX_NUM_SEQS");
+  unlink(path);
+}
+
+static void refuse_yaml(const char *text, const char *want)
+{
+  struct fixture f;
+  char path[64];
+  write_file(path, text);
+  assert_int_equal(LOAD(&f, "--config", path, "--model", "m"), SITS_CONFIG);
+  if (!strstr(f.err.text, want) || strncmp(f.err.text, path, strlen(path)) != 0)
+    fail_msg("'%s' does not name file and '%s'", f.err.text, want);
+  unlink(path);
+}
+
+static void test_yaml_refusals(void **state)
+{
+  refuse_yaml("port: 1\nprot: 2\n", ":2: unknown option 'prot' (did you mean 'port'?)");
+  refuse_yaml("\n\nport: many\n", ":3: port takes an integer, not 'many'");
+  refuse_yaml("port: 70000\n", ":1: port = 70000 is outside 0..65535");
+  refuse_yaml("port: 1.5\n", ":1: port takes an integer");
+  refuse_yaml("device: tpu\n", ":1: device takes one of auto|cpu|cuda, not 'tpu'");
+  refuse_yaml("device: cp\n", ":1: device takes one of");
+  refuse_yaml("enable-prefix-caching: maybe\n", ":1: enable-prefix-caching takes true or false");
+  refuse_yaml("port: 1\nport: 2\n", ":2: 'port' is given twice");
+  refuse_yaml("port: [1]\n", ":1: expected the value of an option");
+  refuse_yaml("- port\n", ":1: expected 'option: value' lines");
+  refuse_yaml("port: {a: 1}\n", ":1: expected the value");
+  refuse_yaml("port: \"unfinished\n", ":2:");
+}
+
+static void refuse_args(struct fixture *f, enum sits_status status, const char *want)
+{
+  assert_int_equal(status, SITS_CONFIG);
+  if (!strstr(f->err.text, want)) fail_msg("'%s' does not hold '%s'", f->err.text, want);
+}
+
+static void test_argument_refusals(void **state)
+{
+  struct fixture f;
+  refuse_args(&f, LOAD(&f, "--port", "80"), "no model");
+  refuse_args(&f, LOAD(&f, "--model"), "--model needs a value");
+  refuse_args(&f, LOAD(&f, "--modle", "x"), "did you mean 'model'");
+  refuse_args(&f, LOAD(&f, "stray"), "unexpected word 'stray'");
+  refuse_args(&f, LOAD(&f, "--model", "m", "--ssl-certfile", "c"), "go together");
+  refuse_args(&f, LOAD(&f, "--model", "m", "--max-num-seqs", "512", "--max-num-batched-tokens", "256"), "at least max-num-seqs");
+  setenv("SITS_PORT", "x", 1);
+  refuse_args(&f, LOAD(&f, "--model", "m"), "environment: port takes an integer");
+  unsetenv("SITS_PORT");
+}
+
+static void test_secret_is_masked(void **state)
+{
+  struct fixture f;
+  struct buf out;
+  buf_init(&out, 1 << 20);
+  assert_int_equal(LOAD(&f, "--api-key", "hush-hush", "--print-config"), SITS_OK);
+  assert_int_equal(f.action, OPTIONS_PRINT_CONFIG);
+  assert_true(option_write_yaml(&f.set, false, &out));
+  assert_null(strstr(out.data, "hush"));
+  assert_non_null(strstr(out.data, "api-key: \"********\""));
+  buf_fini(&out);
+  option_set_fini(&f.set);
+}
+
+/* What --print-config writes can be read back and gives the same again. */
+static void test_print_config_round_trip(void **state)
+{
+  struct fixture f, g;
+  struct buf out, again;
+  char path[64];
+  buf_init(&out, 1 << 20);
+  buf_init(&again, 1 << 20);
+  assert_int_equal(LOAD(&f, "--model", "we\"ird: name", "--itl-target-ms", "12.5", "--max-body-bytes", "2M"), SITS_OK);
+  assert_true(option_write_yaml(&f.set, false, &out));
+  write_file(path, out.data);
+  assert_int_equal(LOAD(&g, "--config", path), SITS_OK);
+  assert_true(option_write_yaml(&g.set, false, &again));
+  assert_string_equal(out.data, again.data);
+  unlink(path);
+  buf_fini(&out);
+  buf_fini(&again);
+  option_set_fini(&f.set);
+  option_set_fini(&g.set);
+}
+
+static void test_sample_file_is_current(void **state)
+{
+  struct fixture f;
+  struct buf out;
+  struct mapfile file;
+  buf_init(&out, 1 << 20);
+  assert_int_equal(LOAD(&f, "--print-sample-config"), SITS_OK);
+  assert_true(option_write_yaml(&f.set, true, &out));
+  assert_int_equal(mapfile_open(&file, "configs/sits2026d.yaml", NULL), SITS_OK);
+  if (file.n_bytes != out.size || memcmp(file.data, out.data, out.size) != 0)
+    fail_msg("configs/sits2026d.yaml is stale: run scripts/gen_config");
+  mapfile_close(&file);
+  buf_fini(&out);
+  option_set_fini(&f.set);
+}
+
+static void test_allocation_failures(void **state)
+{
+  if (mem_live_blocks() == 0) skip();
+  int64_t before = mem_live_blocks();
+  for (uint64_t n = 1; n < 1000; n++) {
+    struct fixture f;
+    mem_fault_arm(n);
+    enum sits_status status = LOAD(&f, "--model", "m", "--host", "::1");
+    int fired = mem_fault_fired();
+    mem_fault_arm(0);
+    if (status == SITS_OK) option_set_fini(&f.set);
+    else assert_int_equal(status, SITS_NOMEM);
+    assert_int_equal(mem_live_blocks(), before);
+    if (!fired) return;
+  }
+  fail_msg("never ran out of faults");
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_defaults),          cmocka_unit_test(test_precedence),
+      cmocka_unit_test(test_yaml_refusals),     cmocka_unit_test(test_argument_refusals),
+      cmocka_unit_test(test_secret_is_masked),  cmocka_unit_test(test_print_config_round_trip),
+      cmocka_unit_test(test_sample_file_is_current), cmocka_unit_test(test_allocation_failures),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
