@@ -67,6 +67,7 @@ struct kv_copy { int32_t from_page, to_page; };
 struct backend_vtable {
   int32_t abi;                     /* BACKEND_ABI */
   const char *name;                /* "cpu" */
+  uint32_t fusions;                /* program_fusion bits (backend/program.h) that compile takes */
   enum sits_status (*open)(const struct backend_options *options, struct backend **out, struct sits_error *err);
   void (*close)(struct backend *backend);
   void (*info)(const struct backend *backend, struct backend_info *out);

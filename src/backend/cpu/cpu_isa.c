@@ -1,0 +1,38 @@
+/* Detection of the instruction-set level; see cpu_isa.h. */
+#include "backend/cpu/cpu_isa.h"
+
+#include <string.h>
+
+static const char *const isa_names[CPU_ISA_COUNT] = {"scalar", "avx2", "avx512"};
+
+/* gcc's builtins read cpuid once and also ask xgetbv whether the operating system saves the wide registers. */
+enum cpu_isa cpu_isa_best(void)
+{
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return CPU_SCALAR;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+    return CPU_AVX512;
+  return CPU_AVX2;
+#else
+  return CPU_SCALAR;
+#endif
+}
+
+const char *cpu_isa_name(enum cpu_isa isa) { return isa_names[isa]; }
+
+enum sits_status cpu_isa_choose(const char *word, enum cpu_isa *out, struct sits_error *err)
+{
+  if (word == NULL || strcmp(word, "auto") == 0) {
+    *out = cpu_isa_best();
+    return SITS_OK;
+  }
+  for (int isa = 0; isa < CPU_ISA_COUNT; isa++) {
+    if (strcmp(word, isa_names[isa]) != 0) continue;
+    if ((enum cpu_isa)isa > cpu_isa_best()) return sits_fail_param(err, SITS_UNSUPPORTED, "isa", "this processor has no %s", word);
+    *out = (enum cpu_isa)isa;
+    return SITS_OK;
+  }
+  return sits_fail_param(err, SITS_INVALID_ARGUMENT, "isa", "unknown instruction set \"%.20s\" (auto, scalar, avx2, avx512)", word);
+}

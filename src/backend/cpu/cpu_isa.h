@@ -1,0 +1,23 @@
+/* Instruction-set levels of the CPU backend. Everything vectorised exists at each level behind one table of function pointers, and the
+ * level is chosen once, when the backend is opened; code of a higher level never runs below it. */
+#ifndef SITS_BACKEND_CPU_CPU_ISA_H
+#define SITS_BACKEND_CPU_CPU_ISA_H
+
+#include "sits2026/status.h"
+
+enum cpu_isa {
+  CPU_SCALAR,   /* plain C */
+  CPU_AVX2,     /* AVX2, FMA, F16C */
+  CPU_AVX512,   /* the above and AVX-512 F BW DQ VL VNNI */
+  CPU_ISA_COUNT
+};
+
+/* The highest level that this processor and its operating system run. Thread-safe. */
+enum cpu_isa cpu_isa_best(void);
+
+const char *cpu_isa_name(enum cpu_isa isa); /* "scalar", "avx2", "avx512" */
+
+/* NULL or "auto": the best. SITS_INVALID_ARGUMENT for an unknown word, SITS_UNSUPPORTED for a level this machine lacks. */
+enum sits_status cpu_isa_choose(const char *word, enum cpu_isa *out, struct sits_error *err) SITS_MUST_CHECK;
+
+#endif

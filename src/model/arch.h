@@ -1,0 +1,25 @@
+/* Model architectures as graphs of ops. arch_build describes one forward pass the way a paper does; program_from_model is what engines and
+ * tools call. How to add an architecture: map its tensors in the loader, give model_config what is new, and add the ops to arch_layer. */
+#ifndef SITS_MODEL_ARCH_H
+#define SITS_MODEL_ARCH_H
+
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "backend/program.h"
+#include "graph/graph.h"
+#include "model/model.h"
+#include "sits2026/status.h"
+
+/* Append the model's forward pass to an empty graph. Failures are remembered by the graph and reported by graph_stitch. */
+void arch_build(const struct model *model, struct graph *graph);
+
+/* Graph of the model, stitched for what `fusions` (program_fusion bits, 0 = plain ops) allows. The program borrows the model. */
+enum sits_status program_from_model_with(const struct model *model, uint32_t fusions, struct program **out, struct sits_error *err)
+    SITS_MUST_CHECK;
+
+/* The same for a backend. */
+enum sits_status program_from_model(const struct model *model, const struct backend_vtable *backend, struct program **out,
+                                    struct sits_error *err) SITS_MUST_CHECK;
+
+#endif
