@@ -1,0 +1,127 @@
+/* ALPS plans a step: which sequences decode, which prompt chunks ride along, who is admitted, who is pre-empted. It sees token and page
+ * counts, service classes, tenants and clocks; never a model, never a device. The same code runs under a CPU, a GPU and a simulator.
+ *
+ * Words
+ *   entry    one sequence known to the planner, named by a small id that the caller chooses. WAITING holds nothing; RUNNING holds a
+ *            slot and pages and is in prefill (n_known - n_computed > 1 or the prompt not yet complete) or in decode.
+ *   budget   the time a step may take: the inter-token target times a safety factor that follows the measured P99.
+ *   cost     predicted time of a step: fixed + per decoding sequence + per cached token read + per prompt token + per token x depth.
+ *   share    prefill time is shared between classes by weight (stride scheduling), between tenants of a class by deficit round robin
+ *            charged with the tokens really served, inside a tenant by priority, then arrival.
+ *
+ * Rules
+ *   1. A plan never needs more pages than alps_plan was told are available; when decoding needs more, it names victims first.
+ *   2. Every running sequence that is not held decodes in every step, unless a higher class is short of time (time-slice pre-emption).
+ *   3. A step with decoding sequences takes no more prompt tokens than the budget leaves, but always at least a few, so that prefill
+ *      cannot starve; nor can a class or tenant.
+ *   4. A pre-empted entry goes back to the front of its tenant's queue.
+ *   5. Same calls, same clock values: same plans.
+ * Threads: none; one thread calls. Nothing allocates after alps_create.
+ */
+#ifndef SITS_ALPS_ALPS_H
+#define SITS_ALPS_ALPS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "alps/alps_cost.h"
+#include "sits2026/status.h"
+
+#define ALPS_CLASSES 3 /* 0 is served first */
+
+struct alps;
+
+enum alps_policy {
+  ALPS_BUDGET,     /* the real one: chunks sized from the time budget */
+  ALPS_WHOLE,      /* continuous batching, whole prompts, prompts before decodes */
+  ALPS_CHUNKED,    /* continuous batching, a fixed token budget per step, decodes first */
+  ALPS_STATIC,     /* a batch is filled, run to its last token, then the next */
+};
+
+struct alps_options {
+  enum alps_policy policy;
+  int32_t max_entries;         /* ids are 0 .. max_entries-1 */
+  int32_t max_seqs;            /* running at once */
+  int32_t max_batch_tokens;    /* T of a step */
+  int32_t max_rows;            /* R of a step */
+  int32_t chunk_tokens;        /* ALPS_CHUNKED: T of a step; 0 = 2048 */
+  int32_t page_tokens;         /* P */
+  int32_t n_pages;             /* N */
+  int64_t itl_target_us;       /* 0 = no target */
+  int32_t class_weight[ALPS_CLASSES]; /* all 0 = 64, 8, 1 */
+  struct alps_cost_coefficients prior; /* all 0 = learn from nothing */
+};
+
+struct alps_request {
+  int32_t service_class;       /* 0 .. ALPS_CLASSES-1 */
+  int32_t priority;            /* lower first */
+  uint64_t tenant;
+  int64_t arrival_us;
+  int32_t n_known;             /* tokens to be in the cache before the first draw: the prompt, and the output when pre-empted */
+  int32_t n_limit;             /* most tokens it can ever hold */
+  int32_t width;               /* sequences that it becomes once its prompt is read (n choices) */
+  bool wants_rows;             /* every prompt token needs a logit row (prompt logprobs) */
+};
+
+/* What the caller says of an entry when it is admitted: it has taken a slot and attached cached pages. */
+struct alps_admitted {
+  int32_t n_computed;          /* tokens that need not be computed */
+  int32_t n_pages;             /* held now */
+  int32_t n_available;         /* pages available now (free and cached) */
+};
+
+/* Called from inside alps_plan to admit one entry; must not fail, a slot is free. */
+typedef void (*alps_admit_fn)(void *user, int32_t id, struct alps_admitted *out);
+
+struct alps_item {
+  int32_t id;
+  int32_t n_tokens;            /* to compute in this step */
+  bool is_last;                /* after it all known tokens are computed: a token is drawn */
+};
+
+struct alps_plan {
+  int32_t n_items, n_decode;   /* decodes come first */
+  struct alps_item *items;     /* [max_seqs] owned by alps, valid until the next call */
+  int32_t n_victims;
+  int32_t *victims;            /* [max_seqs] to be pre-empted, when alps_plan returned SITS_AGAIN */
+  int32_t n_tokens;
+  int64_t budget_us, predicted_us;
+  struct alps_cost_work work;  /* what the prediction was made from */
+};
+
+struct alps_counts {
+  int32_t n_running, n_waiting, n_waiting_by_class[ALPS_CLASSES];
+  int64_t waiting_tokens;
+  double itl_p99_us, margin;
+};
+
+enum sits_status alps_create(const struct alps_options *options, struct alps **out) SITS_MUST_CHECK;
+void alps_destroy(struct alps *alps);
+
+/* A new entry waits. The id must be unused. */
+void alps_enqueue(struct alps *alps, int32_t id, const struct alps_request *request);
+/* A running entry lost its pages: it waits again, in front, with n_known tokens to compute. */
+void alps_requeue(struct alps *alps, int32_t id, int32_t n_known);
+/* Entry `id` becomes a second running sequence beside `from`, which has finished its prompt. */
+void alps_fork(struct alps *alps, int32_t from, int32_t id);
+/* The entry is gone, whatever its state. */
+void alps_remove(struct alps *alps, int32_t id);
+
+/* Plan one step. SITS_OK: *plan (perhaps empty). SITS_AGAIN: pre-empt plan->victims (alps_requeue each), then call again. */
+enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user, struct alps_plan *plan) SITS_MUST_CHECK;
+/* After the step: the entry's counts. copy_pages: pages its next write needs beyond new ones (1 when its last page is shared). */
+void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);
+/* A held entry is left out (its consumer is slow). */
+void alps_hold(struct alps *alps, int32_t id, bool is_held);
+/* Tokens beyond the known ones that the entry could verify in its next step (speculation); they count as computed tokens and rows. */
+void alps_offer(struct alps *alps, int32_t id, int32_t n_draft);
+/* The step took step_us from the end of the one before (or from its start after an idle time). */
+void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us);
+
+void alps_counts(const struct alps *alps, struct alps_counts *out);
+bool alps_is_running(const struct alps *alps, int32_t id);
+const struct alps_cost *alps_cost_model(const struct alps *alps);
+/* Abort when a rule of the planner's own state is broken. */
+void alps_check(const struct alps *alps);
+
+#endif

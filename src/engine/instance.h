@@ -1,0 +1,69 @@
+/* An instance: one model, opened, compiled for a device, with its page memory and a running engine. What a daemon or a tool opens.
+ *
+ * instance_open: model_open -> program -> backend open -> compile -> kv_create -> engine (not yet started; instance_start does).
+ * Everything is owned by the instance and closed in reverse order. One owner thread.
+ */
+#ifndef SITS_ENGINE_INSTANCE_H
+#define SITS_ENGINE_INSTANCE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "engine/engine_core.h"
+#include "model/model.h"
+
+struct instance;
+
+/* Zero in a numeric field means "choose": the comment says what is chosen. */
+struct instance_options {
+  const char *model_path;
+  const char *device;               /* "auto", "cpu", "cuda"; NULL = auto */
+  int32_t device_ordinal;
+  int32_t n_threads;                /* 0 = one per core */
+  const char *isa;                  /* NULL = auto */
+  int32_t max_model_len;            /* 0 = the model's own, capped by what the page memory holds */
+  int32_t max_num_seqs;             /* 0 = 64 on cpu, 256 on cuda */
+  int32_t max_num_batched_tokens;   /* 0 = 512 on cpu, 8192 on cuda */
+  uint64_t kv_cache_bytes;          /* 0 = from free memory (see below), never more than max_num_seqs full sequences need */
+  double memory_utilization;        /* share of the device's free memory that pages may take when kv_cache_bytes is 0; 0 = 0.25 cpu, 0.9 cuda */
+  enum kv_codec kv_codec;
+  bool prefix_caching;
+  uint64_t swap_bytes;              /* host memory for swapped sequences, 0 = none */
+  int64_t itl_target_us;            /* 0 = none */
+  int32_t max_waiting_requests;     /* 0 = 1024 */
+  int64_t max_waiting_tokens;       /* 0 = no limit */
+  int32_t spec_max_tokens;          /* 0 = no speculation */
+  int32_t spec_max_running;         /* 0 = 8 */
+  bool chunked_prefill_off;
+  const int32_t *end_ids;           /* [n_end_ids] ids that end an answer; the caller has them from the tokenizer and the model's files */
+  int32_t n_end_ids;
+  engine_events_fn on_events;
+  void *events_user;
+};
+
+struct instance_info {
+  char device_name[64];
+  uint64_t weight_bytes;            /* program: weights and workspaces on the device */
+  uint64_t kv_bytes;                /* page memory */
+  uint64_t page_bytes;
+  int32_t n_pages;
+  int32_t max_model_len, max_num_seqs, max_num_batched_tokens;
+  enum kv_codec kv_codec;
+  int64_t open_us, compile_us;      /* time for reading the model, for packing it */
+};
+
+enum sits_status instance_open(const struct instance_options *options, struct instance **out, struct sits_error *err) SITS_MUST_CHECK;
+/* The same over a model that is open already; on success the instance owns it, on failure the caller still does. */
+enum sits_status instance_open_model(const struct instance_options *options, struct model *model, struct instance **out,
+                                     struct sits_error *err) SITS_MUST_CHECK;
+/* Start the engine thread. */
+enum sits_status instance_start(struct instance *instance, struct sits_error *err) SITS_MUST_CHECK;
+/* Stop the engine (cancelling what still runs) and free everything. NULL is fine. */
+void instance_close(struct instance *instance);
+
+struct sits_engine *instance_engine(struct instance *instance);
+const struct model *instance_model(const struct instance *instance);
+void instance_info(const struct instance *instance, struct instance_info *out);
+
+#endif

@@ -1,0 +1,70 @@
+/* Inside of the KV bookkeeping; only files in src/kv include it. kv_pool.c: pages and their three states. kv_index.c: content index.
+ * kv_seq.c: slots and block tables. kv_swap.c: host places. kv_check.c: the rules. */
+#ifndef SITS_KV_KV_INTERNAL_H
+#define SITS_KV_KV_INTERNAL_H
+
+#include "kv/kv.h"
+
+struct kv_page {
+  int32_t n_refs;            /* tables naming it */
+  int32_t lru_prev, lru_next;/* while cached; -1 ends */
+  int32_t chain_next;        /* next page in its hash bucket, -1 ends */
+  uint64_t serial;           /* the index entry's own number, 0 = not indexed; never used twice */
+  uint64_t parent;           /* serial of the entry before it, 0 = first page */
+  struct kv_owner owner;
+  uint32_t bucket;
+};
+
+struct kv_slot {
+  bool is_open;
+  int32_t n_pages;           /* in its table */
+  int32_t n_tokens;          /* committed */
+  int32_t n_indexed;         /* leading pages that are in the index, or whose twin is */
+  uint64_t last_serial;      /* of the entry that stands for page n_indexed - 1 */
+  struct kv_owner owner;
+};
+
+struct kv {
+  struct kv_options options;
+  struct kv_page *pages;     /* [N] */
+  int32_t *page_tokens;      /* [N][KV_TOKENS] */
+  int32_t *free_stack;       /* [N] */
+  int32_t n_free;
+  int32_t lru_oldest, lru_newest, n_cached;
+  int32_t *buckets;          /* [n_buckets] first page, -1 none */
+  uint32_t n_buckets;        /* a power of two */
+  uint64_t next_serial;
+  struct kv_slot *slots;     /* [n_slots] */
+  int32_t *tables;           /* [n_slots][max_pages] */
+  int32_t *slot_stack;       /* free slots */
+  int32_t n_slots_free;
+  int32_t *host_next;        /* [n_host_pages] chains of places; free ones are chained too */
+  int32_t host_free, n_host_free;
+  uint64_t query_tokens, hit_tokens, n_evicted;
+};
+
+static inline int32_t *kv_table(const struct kv *kv, int32_t slot)
+{
+  return kv->tables + (int64_t)slot * kv->options.max_pages;
+}
+
+static inline int32_t *kv_page_tokens(const struct kv *kv, int32_t page)
+{
+  return kv->page_tokens + (int64_t)page * KV_TOKENS;
+}
+
+static inline int32_t kv_pages_for(int32_t n_tokens)
+{
+  return (int32_t)(((int64_t)n_tokens + KV_TOKENS - 1) / KV_TOKENS);
+}
+
+int32_t kv_page_take(struct kv *kv);               /* a free page, or the oldest cached one; n_refs = 1. There must be one. */
+void kv_page_ref(struct kv *kv, int32_t page);
+void kv_page_unref(struct kv *kv, int32_t page);   /* at 0: cached when indexed, else free */
+void kv_lru_remove(struct kv *kv, int32_t page);
+
+int32_t kv_index_find(const struct kv *kv, struct kv_owner owner, uint64_t parent, const int32_t *tokens); /* -1 none */
+uint64_t kv_index_add(struct kv *kv, int32_t page, struct kv_owner owner, uint64_t parent); /* its serial, or that of its twin */
+void kv_index_remove(struct kv *kv, int32_t page);
+
+#endif

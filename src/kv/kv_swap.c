@@ -1,0 +1,34 @@
+/* Host places for swapped sequences: chains through host_next. The bytes are moved by the engine. */
+#include <assert.h>
+
+#include "kv/kv_internal.h"
+
+enum sits_status kv_swap_out(struct kv *kv, int32_t slot, struct kv_swapped *out)
+{
+  const struct kv_slot *s = &kv->slots[slot];
+  assert(s->is_open);
+  if (s->n_pages == 0 || s->n_pages > kv->n_host_free) return SITS_AGAIN;
+  int32_t head = kv->host_free, last = head;
+  for (int32_t i = 1; i < s->n_pages; i++) last = kv->host_next[last];
+  kv->host_free = kv->host_next[last];
+  kv->host_next[last] = -1;
+  kv->n_host_free -= s->n_pages;
+  *out = (struct kv_swapped){.head = head, .n_pages = s->n_pages, .n_tokens = s->n_tokens};
+  return SITS_OK;
+}
+
+int32_t kv_swap_next(const struct kv *kv, int32_t place)
+{
+  return kv->host_next[place];
+}
+
+void kv_swap_free(struct kv *kv, struct kv_swapped *swapped)
+{
+  if (swapped->head < 0) return;
+  int32_t last = swapped->head;
+  while (kv->host_next[last] >= 0) last = kv->host_next[last];
+  kv->host_next[last] = kv->host_free;
+  kv->host_free = swapped->head;
+  kv->n_host_free += swapped->n_pages;
+  *swapped = (struct kv_swapped){.head = -1};
+}
