@@ -108,7 +108,8 @@ void alps_fork(struct alps *alps, int32_t from, int32_t id);
 void alps_remove(struct alps *alps, int32_t id);
 
 /* Plan one step. SITS_OK: *plan (perhaps empty). SITS_AGAIN: pre-empt plan->victims (alps_requeue each), then call again. */
-enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user, struct alps_plan *plan) SITS_MUST_CHECK;
+enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user,
+                           struct alps_plan *plan) SITS_MUST_CHECK;
 /* After the step: the entry's counts. copy_pages: pages its next write needs beyond new ones (1 when its last page is shared). */
 void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);
 /* A held entry is left out (its consumer is slow). */

@@ -92,7 +92,7 @@ enum sits_status engine_start(struct sits_engine *engine, struct sits_error *err
 void engine_drain(struct sits_engine *engine);
 /* Drain; wait until nothing runs or deadline_us (monotonic clock) passes; then cancel what is left and end the thread. */
 void engine_stop(struct sits_engine *engine, int64_t deadline_us);
-/* Every request must have been released by its owner, or at least have ended: a request outlives its engine, but cannot be cancelled then. */
+/* After engine_stop every request has ended; one that its owner still holds outlives the engine. */
 void engine_destroy(struct sits_engine *engine);
 
 /* One turn of the loop on the caller's thread, for an engine that was not started (tests, tools). Returns false when nothing was to do. */

@@ -26,7 +26,7 @@ struct instance_options {
   int32_t max_num_seqs;             /* 0 = 64 on cpu, 256 on cuda */
   int32_t max_num_batched_tokens;   /* 0 = 512 on cpu, 8192 on cuda */
   uint64_t kv_cache_bytes;          /* 0 = from free memory (see below), never more than max_num_seqs full sequences need */
-  double memory_utilization;        /* share of the device's free memory that pages may take when kv_cache_bytes is 0; 0 = 0.25 cpu, 0.9 cuda */
+  double memory_utilization;        /* of the device's free memory, for pages, when kv_cache_bytes is 0; 0 = 0.25 cpu, 0.9 cuda */
   enum kv_codec kv_codec;
   bool prefix_caching;
   uint64_t swap_bytes;              /* host memory for swapped sequences, 0 = none */
