@@ -1,0 +1,75 @@
+/* See runner.h. */
+#include "engine/runner.h"
+
+#include <string.h>
+
+#include "base/clock.h"
+#include "model/arch.h"
+
+static enum sits_status choose_codec(const char *name, enum kv_codec *out, struct sits_error *err)
+{
+  if (!name || strcmp(name, "auto") == 0) {
+    *out = KV_F16;
+    return SITS_OK;
+  }
+  for (int codec = 0; codec < KV_CODEC_COUNT; codec++) {
+    if (strcmp(name, kv_codec_name((enum kv_codec)codec)) != 0) continue;
+    *out = (enum kv_codec)codec;
+    return SITS_OK;
+  }
+  return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "kv-cache-dtype '%.32s' is not supported", name);
+}
+
+static enum sits_status open_backend(struct runner *runner, const struct runner_options *options, struct sits_error *err)
+{
+  const char *device = options->device ? options->device : "auto";
+  runner->vtable = backend_find(device);
+  if (!runner->vtable)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "device", "device '%.32s' is not in this build or not on this machine", device);
+  return runner->vtable->open(&options->backend, &runner->backend, err);
+}
+
+static enum sits_status compile(struct runner *runner, const struct runner_options *options, struct sits_error *err)
+{
+  uint32_t fusions = options->unfused ? 0 : runner->vtable->fusions;
+  enum sits_status status = program_from_model_with(runner->model, fusions, &runner->program, err);
+  if (status) return status;
+  const struct model_config *config = &runner->model->config;
+  runner->geometry = (struct kv_geometry){
+      .n_layers = config->n_layers, .n_kv_heads = config->n_kv_heads, .head_dim = config->head_dim, .codec = runner->codec};
+  runner->page_bytes = runner->vtable->kv_page_bytes(&runner->geometry);
+  if (runner->page_bytes == 0)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "the %s backend does not store this model's cache as %s",
+                           runner->vtable->name, kv_codec_name(runner->codec));
+  return runner->vtable->compile(runner->backend, runner->program, &runner->compiled, err);
+}
+
+enum sits_status runner_open(struct runner *runner, const struct runner_options *options, struct sits_error *err)
+{
+  *runner = (struct runner){0};
+  int64_t start_us = clock_monotonic_us();
+  enum sits_status status = choose_codec(options->kv_codec, &runner->codec, err);
+  if (!status) status = model_open(options->model_path, &runner->model, err);
+  runner->open_us = clock_monotonic_us() - start_us;
+  if (!status) status = open_backend(runner, options, err);
+  if (!status) status = compile(runner, options, err);
+  runner->compile_us = clock_monotonic_us() - start_us - runner->open_us;
+  if (status) runner_close(runner);
+  return status;
+}
+
+enum sits_status runner_kv_create(struct runner *runner, int32_t n_pages, struct sits_error *err)
+{
+  runner->geometry.n_pages = n_pages;
+  return runner->vtable->kv_create(runner->backend, &runner->geometry, &runner->kv, err);
+}
+
+void runner_close(struct runner *runner)
+{
+  if (runner->kv) runner->vtable->kv_destroy(runner->kv);
+  if (runner->compiled) runner->vtable->program_destroy(runner->compiled);
+  if (runner->program) program_destroy(runner->program);
+  if (runner->backend) runner->vtable->close(runner->backend);
+  if (runner->model) model_close(runner->model);
+  *runner = (struct runner){0};
+}

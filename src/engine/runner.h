@@ -1,0 +1,43 @@
+/* A model ready to run on a device: file -> model -> program -> compiled program, and page memory for its cache.
+ *
+ * The one place where these steps are put together; the engine's instance and the tools that drive a backend directly both start here.
+ * Life: runner_open, then runner_kv_create once the page count is known, runner_close. One thread.
+ */
+#ifndef SITS_ENGINE_RUNNER_H
+#define SITS_ENGINE_RUNNER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "backend/program.h"
+#include "model/model.h"
+#include "sits2026/status.h"
+
+struct runner_options {
+  const char *model_path;
+  const char *device;              /* "auto", "cpu", "cuda" */
+  const char *kv_codec;            /* "auto" (f16), "f16", "int8", "int4", "fp4" */
+  bool unfused;                    /* plain ops only, for comparison */
+  struct backend_options backend;
+};
+
+struct runner {
+  struct model *model;
+  struct program *program;
+  const struct backend_vtable *vtable;
+  struct backend *backend;
+  struct backend_program *compiled;
+  struct backend_kv *kv;           /* NULL until runner_kv_create */
+  enum kv_codec codec;
+  struct kv_geometry geometry;     /* n_pages is set by runner_kv_create */
+  uint64_t page_bytes;
+  int64_t open_us, compile_us;     /* what opening took */
+};
+
+/* Errors name the file, tensor or option. On failure nothing is left open. */
+enum sits_status runner_open(struct runner *runner, const struct runner_options *options, struct sits_error *err) SITS_MUST_CHECK;
+enum sits_status runner_kv_create(struct runner *runner, int32_t n_pages, struct sits_error *err) SITS_MUST_CHECK;
+void runner_close(struct runner *runner); /* half-open is fine */
+
+#endif
