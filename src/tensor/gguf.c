@@ -515,3 +515,11 @@ const struct sits_utd *gguf_tensor(const struct gguf *g, const char *name)
   int64_t number = name_index_find(&g->tensor_names, name, strlen(name));
   return number >= 0 ? &g->tensors[number] : NULL;
 }
+
+void gguf_drop_pages(const struct gguf *g, const struct sits_utd *tensor)
+{
+  uintptr_t start = (uintptr_t)g->map.data, at = (uintptr_t)tensor->data;
+  if (start && at >= start && at - start < g->map.n_bytes) mapfile_drop(&g->map, at - start, tensor->n_bytes);
+}
+
+uint64_t gguf_file_bytes(const struct gguf *g) { return g->n_bytes; }

@@ -40,5 +40,8 @@ bool gguf_array_f64(const struct gguf *gguf, const char *key, uint64_t index, do
 int64_t gguf_n_tensors(const struct gguf *gguf);
 const struct sits_utd *gguf_tensor_at(const struct gguf *gguf, int64_t index);
 const struct sits_utd *gguf_tensor(const struct gguf *gguf, const char *name);
+/* Let the kernel drop the tensor's pages; nothing happens when the tensor is not of this file. */
+void gguf_drop_pages(const struct gguf *gguf, const struct sits_utd *tensor);
+uint64_t gguf_file_bytes(const struct gguf *gguf);
 
 #endif
