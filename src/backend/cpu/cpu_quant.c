@@ -1,0 +1,76 @@
+/* Formats of the packed quantised weights (the table) and their scalar reading: cpu_quant_unpack. See cpu_quant.h for the layout. */
+#include "backend/cpu/cpu_quant.h"
+
+#include <string.h>
+
+#include "tensor/dequant.h"
+
+static const struct cpu_quant_format formats[SITS_DTYPE_COUNT] = {
+    [SITS_DTYPE_Q4_0] = {true, 4, 0, 1, false, false, false, 8},   [SITS_DTYPE_Q4_1] = {true, 4, 0, 1, true, false, false, 0},
+    [SITS_DTYPE_Q5_0] = {true, 4, 1, 1, false, false, false, 16},  [SITS_DTYPE_Q5_1] = {true, 4, 1, 1, true, false, false, 0},
+    [SITS_DTYPE_Q8_0] = {true, 8, 0, 1, false, false, false, 128}, [SITS_DTYPE_Q2_K] = {true, 2, 0, 2, true, true, true, 0},
+    [SITS_DTYPE_Q3_K] = {true, 2, 1, 2, false, true, false, 4},    [SITS_DTYPE_Q4_K] = {true, 4, 0, 1, true, true, false, 0},
+    [SITS_DTYPE_Q5_K] = {true, 4, 1, 1, true, true, false, 0},     [SITS_DTYPE_Q6_K] = {true, 4, 2, 2, false, true, false, 32},
+};
+
+const struct cpu_quant_format *cpu_quant_format(enum sits_dtype dtype) { return formats[dtype].is_quantised ? &formats[dtype] : NULL; }
+
+/* Bits `bits` wide of vector v, lane byte i (row * 4 + k % 4), from planes of 4W = lane_bytes bytes a vector. */
+static unsigned plane_bits(const uint8_t *plane, int bits, size_t lane_bytes, int v, size_t i)
+{
+  switch (bits) {
+  case 8: return plane[(size_t)v * lane_bytes + i];
+  case 4: return plane[(size_t)(v % 4) * lane_bytes + i] >> (4 * (v / 4)) & 15U;
+  case 2: return plane[(size_t)(v / 4) * lane_bytes + i] >> (2 * (v % 4)) & 3U;
+  case 1: return plane[i] >> v & 1U;
+  default: return 0;
+  }
+}
+
+static float half_at(const uint8_t *at)
+{
+  uint16_t h;
+  memcpy(&h, at, sizeof h);
+  return half_to_float(h);
+}
+
+/* Effective d and m of the tile's rows: products of an f16 and an integer below 2^8 are exact in f32, so the order does not matter. */
+static void unpack_scales(const struct cpu_weight *w, const uint8_t *area, int64_t g, struct cpu_quant_group *out)
+{
+  const struct cpu_quant_format *f = w->format;
+  size_t n = (size_t)w->tile, mins = f->has_min ? 1 : 0;
+  if (!f->is_super) {
+    const uint8_t *at = area + (size_t)g * 2 * n * (1 + mins);
+    for (size_t r = 0; r < n; r++) {
+      out->d[0][r] = half_at(at + 2 * r);
+      out->m[0][r] = mins ? half_at(at + 2 * n + 2 * r) : 0.0F;
+    }
+    return;
+  }
+  size_t bytes_a_half = n * (mins && !f->is_nibble_scale ? 2 : 1);
+  const uint8_t *block = area + (size_t)(g / 8) * (2 * n * (1 + mins) + 8 * f->halves * bytes_a_half);
+  for (int h = 0; h < f->halves; h++) {
+    const uint8_t *sc = block + 2 * n * (1 + mins) + ((size_t)(g % 8) * f->halves + (size_t)h) * bytes_a_half;
+    for (size_t r = 0; r < n; r++) {
+      float d = half_at(block + 2 * r), dmin = mins ? half_at(block + 2 * n + 2 * r) : 0.0F;
+      int scale = f->is_nibble_scale ? sc[r] & 15 : (int8_t)sc[r];
+      int min = !mins ? 0 : f->is_nibble_scale ? sc[r] >> 4 : sc[n + r];
+      out->d[h][r] = d * (float)scale;
+      out->m[h][r] = -(dmin * (float)min);
+    }
+  }
+}
+
+void cpu_quant_unpack(const struct cpu_weight *w, int64_t tile, int64_t g, struct cpu_quant_group *out)
+{
+  const struct cpu_quant_format *f = w->format;
+  const uint8_t *area = w->data + (size_t)tile * w->tile_bytes;
+  const uint8_t *low = area + w->scale_bytes + (size_t)g * w->plane_bytes;
+  size_t lane_bytes = (size_t)w->tile * 4;
+  const uint8_t *high = low + lane_bytes * f->low_bits;
+  unpack_scales(w, area, g, out);
+  for (int v = 0; v < CPU_VECTORS; v++)
+    for (size_t i = 0; i < lane_bytes; i++)
+      out->u[i / 4][v * 4 + (int)(i % 4)] = (uint8_t)(plane_bits(low, f->low_bits, lane_bytes, v, i) |
+                                                      plane_bits(high, f->high_bits, lane_bytes, v, i) << f->low_bits);
+}
