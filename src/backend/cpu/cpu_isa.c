@@ -1,16 +1,29 @@
 /* Detection of the instruction-set level; see cpu_isa.h. */
 #include "backend/cpu/cpu_isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include <stdbool.h>
 #include <string.h>
 
 static const char *const isa_names[CPU_ISA_COUNT] = {"scalar", "avx2", "avx512"};
 
-/* gcc's builtins read cpuid once and also ask xgetbv whether the operating system saves the wide registers. */
+#if defined(__x86_64__)
+/* Not every compiler's builtin knows the name "f16c". */
+static bool has_f16c(void)
+{
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+/* The compilers' builtins read cpuid once and also ask xgetbv whether the operating system saves the wide registers. */
 enum cpu_isa cpu_isa_best(void)
 {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return CPU_SCALAR;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c()) return CPU_SCALAR;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
     return CPU_AVX512;
