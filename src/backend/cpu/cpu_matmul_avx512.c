@@ -1,4 +1,305 @@
-/* Kernels of the matrix multiply for AVX512. Until its own kernels stand, this level runs the scalar ones. */
+/* Matrix multiply for AVX-512 with VNNI: 16 rows to a vector, one vpdpbusd for 16 rows x 4 k of a token.
+ *
+ * Up to 8 tokens (decode): the group's 8 vectors of unsigned integers are unpacked into registers straight from the packed weight and
+ * used for all tokens; the weight is read once, and memory is the limit. More tokens (prefill): a panel of 16 rows x up to PANEL_GROUPS
+ * groups is unpacked once into scratch, bytes and f32 scales, and every tile of 12 tokens runs over it: 12 integer and 12 f32
+ * accumulators, one vector of weights, broadcasts from memory. A group costs 8 vpdpbusd, one vpmaddwd for zero point and offset, a
+ * conversion, a product and one or two FMAs per token. Where K is longer than a panel, the f32 sums pass through y, which changes no bit.
+ */
 #include "backend/cpu/cpu_quant.h"
 
-const struct cpu_matmul_ops *cpu_matmul_ops_avx512(void) { return cpu_matmul_ops_scalar(); }
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include <float.h>
+#include <immintrin.h>
+#include <string.h>
+
+#include "backend/cpu/cpu_matmul_avx512.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define W 16                        /* rows of a tile */
+#define PANEL_GROUPS 128
+#define PANEL_TOKENS 12
+#define DIRECT_TOKENS 8             /* most tokens computed without a panel */
+
+/* The properties of a format that kernels are specialised by, all compile-time constants. */
+#define FORMAT_PARAMS int low, int high, int halves, int mins, int super, int nibble, int offset
+#define FORMAT_ARGS low, high, halves, mins, super, nibble, offset
+/*                 low high halves mins super nibble offset */
+#define FORMAT_MAP(X) \
+  X(Q4_0, 4, 0, 1, 0, 0, 0, 8)   X(Q4_1, 4, 0, 1, 1, 0, 0, 0)  X(Q5_0, 4, 1, 1, 0, 0, 0, 16) X(Q5_1, 4, 1, 1, 1, 0, 0, 0) \
+  X(Q8_0, 8, 0, 1, 0, 0, 0, 128) X(Q2_K, 2, 0, 2, 1, 1, 1, 0)  X(Q3_K, 2, 1, 2, 0, 1, 0, 4)  X(Q4_K, 4, 0, 1, 1, 1, 0, 0) \
+  X(Q5_K, 4, 1, 1, 1, 1, 0, 0)   X(Q6_K, 4, 2, 2, 0, 1, 0, 32)
+
+struct group {
+  __m512i w[CPU_VECTORS];
+  __m512i n[2];                     /* i16 pairs [sum of u, offset] of each half */
+  __m512 d[2], m[2];
+};
+
+/* (x >> bits) for 0..7 and (x << -bits) for negative: bits cross bytes, the caller masks. */
+INLINE __m512i shift(__m512i x, int bits)
+{
+  return bits > 0 ? _mm512_srli_epi16(x, (unsigned)bits) : bits < 0 ? _mm512_slli_epi16(x, (unsigned)-bits) : x;
+}
+
+INLINE void unpack_planes(int low, int high, const uint8_t *plane, __m512i w[CPU_VECTORS])
+{
+  const uint8_t *top = plane + 64 * low;
+  if (low == 8)
+    for (int v = 0; v < 8; v++) w[v] = _mm512_loadu_si512(plane + 64 * v);
+  if (low == 4)
+    for (int v = 0; v < 4; v++) {
+      __m512i both = _mm512_loadu_si512(plane + 64 * v), mask = _mm512_set1_epi8(15);
+      w[v] = _mm512_and_si512(both, mask);
+      w[v + 4] = _mm512_and_si512(shift(both, 4), mask);
+    }
+  if (low == 2)
+    for (int v = 0; v < 8; v++)
+      w[v] = _mm512_and_si512(shift(_mm512_loadu_si512(plane + 64 * (v / 4)), 2 * (v % 4)), _mm512_set1_epi8(3));
+  if (high == 1) {
+    __m512i bits = _mm512_loadu_si512(top), mask = _mm512_set1_epi8((char)(1 << low));
+    for (int v = 0; v < 8; v++) w[v] = _mm512_ternarylogic_epi32(w[v], shift(bits, v - low), mask, 0xf8); /* w | (bits & mask) */
+  }
+  if (high == 2)
+    for (int v = 0; v < 8; v++) {
+      __m512i bits = _mm512_loadu_si512(top + 64 * (v / 4)), mask = _mm512_set1_epi8((char)(3 << low));
+      w[v] = _mm512_ternarylogic_epi32(w[v], shift(bits, 2 * (v % 4) - low), mask, 0xf8);
+    }
+}
+
+/* Row sums of u next to the offset. Up to 252 the bytes themselves are added first. */
+INLINE __m512i row_sums(int bits, int halves, int offset, const __m512i *w)
+{
+  __m512i sum = _mm512_set1_epi32(offset << 16), ones = _mm512_set1_epi8(1);
+  if (bits == 8) {
+    for (int v = 0; v < 8; v++) sum = _mm512_dpbusd_epi32(sum, w[v], ones);
+    return sum;
+  }
+  __m512i bytes = _mm512_add_epi8(_mm512_add_epi8(w[0], w[1]), _mm512_add_epi8(w[2], w[3]));
+  if (halves == 1) bytes = _mm512_add_epi8(bytes, _mm512_add_epi8(_mm512_add_epi8(w[4], w[5]), _mm512_add_epi8(w[6], w[7])));
+  return _mm512_dpbusd_epi32(sum, bytes, ones);
+}
+
+INLINE __m512 load_half(const uint8_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
+
+INLINE __m512 bytes_to_ps(__m128i bytes, int is_signed)
+{
+  return _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+}
+
+INLINE void unpack_scales(FORMAT_PARAMS, const uint8_t *area, int64_t g, struct group *out)
+{
+  if (!super) {
+    const uint8_t *at = area + g * 2 * W * (1 + mins);
+    out->d[0] = load_half(at);
+    if (mins) out->m[0] = load_half(at + 2 * W);
+    return;
+  }
+  const int has_min_byte = mins && !nibble, half_bytes = W * (has_min_byte ? 2 : 1), head = 2 * W * (1 + mins);
+  const uint8_t *block = area + g / 8 * (head + 8 * halves * half_bytes), *sc = block + head + g % 8 * halves * half_bytes;
+  __m512 d = load_half(block), dmin = mins ? load_half(block + 2 * W) : _mm512_setzero_ps();
+  for (int h = 0; h < halves; h++, sc += half_bytes) {
+    __m128i s = _mm_loadu_si128((const __m128i *)sc), low_nibble = _mm_set1_epi8(15);
+    __m128i min = has_min_byte ? _mm_loadu_si128((const __m128i *)(sc + W)) : _mm_and_si128(_mm_srli_epi16(s, 4), low_nibble);
+    if (nibble) s = _mm_and_si128(s, low_nibble);
+    out->d[h] = _mm512_mul_ps(d, bytes_to_ps(s, 1));
+    if (mins) out->m[h] = _mm512_xor_ps(_mm512_mul_ps(dmin, bytes_to_ps(min, 0)), _mm512_set1_ps(-0.0F));
+  }
+}
+
+INLINE void unpack(FORMAT_PARAMS, const uint8_t *area, const uint8_t *planes, int64_t g, struct group *out)
+{
+  unpack_planes(low, high, planes + g * 64 * (low + high), out->w);
+  for (int h = 0; h < halves; h++) out->n[h] = row_sums(low + high, halves, offset, out->w + 4 * h);
+  unpack_scales(FORMAT_ARGS, area, g, out);
+}
+
+INLINE __m512i broadcast32(const uint8_t *at)
+{
+  int32_t v;
+  memcpy(&v, at, 4);
+  return _mm512_set1_epi32(v);
+}
+INLINE __m512 broadcast_ps(const uint8_t *at)
+{
+  float v;
+  memcpy(&v, at, 4);
+  return _mm512_set1_ps(v);
+}
+
+INLINE __mmask16 row_mask(int64_t n) { return n >= W ? 0xffff : (__mmask16)((1U << n) - 1); }
+
+/* One group of a row tile times n_tokens tokens of one act tile of n (records at rec and second). */
+INLINE void add_group(int halves, int mins, const struct group *q, const uint8_t *rec, const uint8_t *second, int n, int n_tokens,
+                      __m512 *y)
+{
+  for (int t = 0; t < n_tokens; t++) {
+    __m512 s = broadcast_ps(rec + 32 * n + 4 * t);
+    for (int h = 0; h < halves; h++) {
+      const uint8_t *pair = halves == 1 ? rec + 36 * n + 4 * t : second + 4 * n * h + 4 * t;
+      const uint8_t *x = halves == 1 ? rec + 40 * n + 4 * t : second + 8 * n + 4 * n * h + 4 * t;
+      __m512i dot = _mm512_madd_epi16(q->n[h], broadcast32(pair));
+      for (int v = 8 / halves * h; v < 8 / halves * (h + 1); v++)
+        dot = _mm512_dpbusd_epi32(dot, q->w[v], broadcast32(rec + 32 * t + 4 * v));
+      y[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(q->d[h], s), y[t]);
+      if (mins) y[t] = _mm512_fmadd_ps(q->m[h], broadcast_ps(x), y[t]);
+    }
+  }
+}
+
+/* Rows r0..r1 for a batch of n_tokens <= nt = 1, 2, 4, 6 or 8, nt the tokens computed; those past n_tokens are zero. */
+INLINE void direct(FORMAT_PARAMS, int nt, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1,
+                   float *y, int64_t ldy)
+{
+  const int n = nt > 4 ? 4 : nt;
+  const int64_t groups = w->k / CPU_GROUP;
+  const size_t act_tile = cpu_act_tile_bytes_q8(w->k, n);
+  const uint8_t *tile = w->data + (size_t)(r0 / W) * w->tile_bytes;
+  for (int64_t r = r0; r < r1; r += W, tile += w->tile_bytes) {
+    const uint8_t *planes = tile + w->scale_bytes, *rec = act, *second = act + groups * CPU_RECORD_BYTES * n;
+    __m512 sum[DIRECT_TOKENS];
+    for (int t = 0; t < nt; t++) sum[t] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; g++, rec += CPU_RECORD_BYTES * n, second += CPU_SECOND_BYTES * n) {
+      struct group q;
+      const uint8_t *ahead = planes + g * 64 * (low + high) + 4096;
+      for (int i = 0; i < low + high; i++) _mm_prefetch((const char *)ahead + 64 * i, _MM_HINT_T0);
+      unpack(FORMAT_ARGS, tile, planes, g, &q);
+      add_group(halves, mins, &q, rec, second, n, nt > 4 ? 4 : nt, sum);
+      if (nt > 4) add_group(halves, mins, &q, rec + act_tile, second + act_tile, n, nt - 4, sum + 4);
+    }
+    for (int t = 0; t < nt; t++)
+      if (t < n_tokens) _mm512_mask_storeu_ps(y + t * ldy + r, row_mask(r1 - r), sum[t]);
+  }
+}
+
+/* ---- panels ------------------------------------------------------------------------------------------------------------------------ */
+
+/* A group in a panel: 8 vectors of bytes, then n, d and, where there are minimums, m of each half. */
+#define PANEL_BYTES(halves, mins) (512 + 64 * (halves) * (2 + (mins)))
+
+INLINE void fill_panel(FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *tile, int64_t g0, int64_t g1, uint8_t *panel)
+{
+  for (int64_t g = g0; g < g1; g++, panel += PANEL_BYTES(halves, mins)) {
+    struct group q;
+    unpack(FORMAT_ARGS, tile, tile + w->scale_bytes, g, &q);
+    for (int v = 0; v < 8; v++) _mm512_store_si512(panel + 64 * v, q.w[v]);
+    for (int h = 0; h < halves; h++) {
+      _mm512_store_si512(panel + 512 + 64 * h, q.n[h]);
+      _mm512_store_ps(panel + 512 + 64 * (halves + h), q.d[h]);
+      if (mins) _mm512_store_ps(panel + 512 + 64 * (2 * halves + h), q.m[h]);
+    }
+  }
+}
+
+/* A panel of n_groups groups times nt tokens (4, 8 or 12: whole act tiles). rec, second: of the first act tile at its first group. */
+INLINE void panel_tile(int halves, int mins, int nt, const uint8_t *panel, int64_t n_groups, const uint8_t *rec, const uint8_t *second,
+                       size_t act_tile, __m512 *sum)
+{
+  for (int64_t g = 0; g < n_groups; g++, panel += PANEL_BYTES(halves, mins), rec += 4 * CPU_RECORD_BYTES, second += 4 * CPU_SECOND_BYTES) {
+    for (int h = 0; h < halves; h++) {
+      const uint8_t *extra = panel + 512 + 64 * h;
+      __m512i n = _mm512_load_si512(extra), dot[PANEL_TOKENS];
+      for (int t = 0; t < nt; t++) {
+        const uint8_t *pair = halves == 1 ? rec + 144 : second + 16 * h;
+        dot[t] = _mm512_madd_epi16(n, broadcast32(pair + act_tile * (size_t)(t / 4) + 4 * (t % 4)));
+      }
+      for (int v = 8 / halves * h; v < 8 / halves * (h + 1); v++) {
+        __m512i u = _mm512_load_si512(panel + 64 * v);
+        for (int t = 0; t < nt; t++)
+          dot[t] = _mm512_dpbusd_epi32(dot[t], u, broadcast32(rec + act_tile * (size_t)(t / 4) + 32 * (t % 4) + 4 * v));
+      }
+      __m512 d = _mm512_load_ps(extra + 64 * halves);
+      for (int t = 0; t < nt; t++) {
+        __m512 s = broadcast_ps(rec + act_tile * (size_t)(t / 4) + 128 + 4 * (t % 4));
+        sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t]), _mm512_mul_ps(d, s), sum[t]);
+      }
+      if (mins) {
+        __m512 m = _mm512_load_ps(extra + 128 * halves);
+        const uint8_t *x = halves == 1 ? rec + 160 : second + 32 + 16 * h;
+        for (int t = 0; t < nt; t++) sum[t] = _mm512_fmadd_ps(m, broadcast_ps(x + act_tile * (size_t)(t / 4) + 4 * (t % 4)), sum[t]);
+      }
+    }
+  }
+}
+
+/* nt tokens from t0 over groups g0..g1: sums are taken up from y where g0 > 0. */
+INLINE void panel_step(int halves, int mins, int nt, const struct cpu_weight *w, const uint8_t *panel, int64_t g0, int64_t g1,
+                       const uint8_t *act, int32_t t0, int32_t n_tokens, float *y, int64_t ldy, __mmask16 mask)
+{
+  const size_t act_tile = cpu_act_tile_bytes_q8(w->k, 4);
+  const uint8_t *first = act + act_tile * (size_t)(t0 / 4);
+  __m512 sum[PANEL_TOKENS];
+  for (int t = 0; t < nt; t++)
+    sum[t] = g0 > 0 && t0 + t < n_tokens ? _mm512_maskz_loadu_ps(mask, y + (t0 + t) * ldy) : _mm512_setzero_ps();
+  panel_tile(halves, mins, nt, panel, g1 - g0, first + g0 * 4 * CPU_RECORD_BYTES,
+             first + w->k / CPU_GROUP * 4 * CPU_RECORD_BYTES + g0 * 4 * CPU_SECOND_BYTES, act_tile, sum);
+  for (int t = 0; t < nt; t++)
+    if (t0 + t < n_tokens) _mm512_mask_storeu_ps(y + (t0 + t) * ldy, mask, sum[t]);
+}
+
+/* All tokens over a filled panel; one copy for each kind of scales. */
+#define PANEL_RUN(halves, mins) \
+  static void panel_run_##halves##mins(const struct cpu_weight *w, const uint8_t *panel, int64_t g0, int64_t g1, const uint8_t *act, \
+                                       int32_t n_tokens, float *y, int64_t ldy, __mmask16 mask) \
+  { \
+    int32_t t = 0; \
+    for (; n_tokens - t > 8; t += 12) panel_step(halves, mins, 12, w, panel, g0, g1, act, t, n_tokens, y, ldy, mask); \
+    if (n_tokens - t > 4) panel_step(halves, mins, 8, w, panel, g0, g1, act, t, n_tokens, y, ldy, mask); \
+    else if (n_tokens > t) panel_step(halves, mins, 4, w, panel, g0, g1, act, t, n_tokens, y, ldy, mask); \
+  }
+PANEL_RUN(1, 0)
+PANEL_RUN(1, 1)
+PANEL_RUN(2, 0)
+PANEL_RUN(2, 1)
+
+INLINE void panels(FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y,
+                   int64_t ldy, uint8_t *scratch)
+{
+  _Static_assert(PANEL_GROUPS * PANEL_BYTES(2, 1) <= CPU_MATMUL_SCRATCH_BYTES, "a panel fits the scratch");
+  const uint8_t *tile = w->data + (size_t)(r0 / W) * w->tile_bytes;
+  const int64_t groups = w->k / CPU_GROUP;
+  for (int64_t r = r0; r < r1; r += W, tile += w->tile_bytes)
+    for (int64_t g = 0; g < groups; g += PANEL_GROUPS) {
+      int64_t end = groups - g < PANEL_GROUPS ? groups : g + PANEL_GROUPS;
+      fill_panel(FORMAT_ARGS, w, tile, g, end, scratch);
+      (halves == 1 ? mins ? panel_run_11 : panel_run_10 : mins ? panel_run_21 : panel_run_20)(w, scratch, g, end, act, n_tokens, y + r, ldy,
+                                                                                            row_mask(r1 - r));
+    }
+}
+
+#define FORMAT_KERNEL(name, ...) \
+  static void matmul_##name(const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y, \
+                            int64_t ldy, uint8_t *scratch) \
+  { \
+    switch (n_tokens) { \
+    case 1: direct(__VA_ARGS__, 1, w, act, n_tokens, r0, r1, y, ldy); break; \
+    case 2: direct(__VA_ARGS__, 2, w, act, n_tokens, r0, r1, y, ldy); break; \
+    case 3: case 4: direct(__VA_ARGS__, 4, w, act, n_tokens, r0, r1, y, ldy); break; \
+    case 5: case 6: direct(__VA_ARGS__, 6, w, act, n_tokens, r0, r1, y, ldy); break; \
+    case 7: case 8: direct(__VA_ARGS__, 8, w, act, n_tokens, r0, r1, y, ldy); break; \
+    default: panels(__VA_ARGS__, w, act, n_tokens, r0, r1, y, ldy, scratch); break; \
+    } \
+  }
+FORMAT_MAP(FORMAT_KERNEL)
+
+static void matmul_avx512(const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y, int64_t ldy,
+                          uint8_t *scratch)
+{
+  switch (w->dtype) {
+#define CASE(name, ...) \
+  case SITS_DTYPE_##name: matmul_##name(w, act, n_tokens, r0, r1, y, ldy, scratch); break;
+    FORMAT_MAP(CASE)
+#undef CASE
+  default: cpu_matmul_float_avx512(w, act, n_tokens, r0, r1, y, ldy); break;
+  }
+}
+
+const struct cpu_matmul_ops *cpu_matmul_ops_avx512(void)
+{
+  static const struct cpu_matmul_ops ops = {.tile = W, .quantize = cpu_quantize_avx512, .matmul = matmul_avx512};
+  return &ops;
+}
+
+#else
+const struct cpu_matmul_ops *cpu_matmul_ops_avx512(void) { return NULL; }
+#endif
