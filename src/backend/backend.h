@@ -22,7 +22,7 @@ struct backend_program;            /* a model compiled for it */
 struct backend_kv;                 /* its page memory */
 struct program;                    /* backend/program.h: what to run, device-independent */
 
-enum kv_codec { KV_F16, KV_INT8, KV_INT4, KV_FP4, KV_CODEC_COUNT };
+enum kv_codec { KV_F16, KV_INT8, KV_INT4, KV_FP4, KV_F32, KV_CODEC_COUNT }; /* F32: exact, for verification; a backend may lack any */
 
 struct backend_options {
   int32_t n_threads;               /* CPU workers; 0 = one per core */

@@ -19,7 +19,8 @@
  *   HEAD_NORM     x             y         RMSNORM of each head's D values with gain [D]; in place allowed
  *   ROPE          x             y         rotate each head's pairs by position * inv_freq; in place allowed
  *                                         [ROPE: in q k v, out q: head norms where q_gain/k_gain are set, rotation of q and k, append]
- *   KV_APPEND     k v           -         store at the token's position in the sequence's pages of this layer
+ *   KV_APPEND     k v           -         store at the token's position in the sequence's pages of this layer; k and v (here and in
+ *                                         ROPE's) hold anything afterwards
  *   ATTENTION     q             y         softmax(q k / sqrt(D)) v, causal, over the sequence's pages of this layer, sliding window if any;
  *                                         query head h reads kv head h / (H/G)
  *   SWIGLU        g u           y         y = silu(g) * u, silu(g) = g / (1 + exp(-g)); in place on either allowed

@@ -1,0 +1,19 @@
+/* Which backends this build has. To add one: define its vtable and name it here. */
+#include "backend/backend.h"
+
+#include <string.h>
+
+extern const struct backend_vtable backend_cpu;
+
+const struct backend_vtable *backend_find(const char *name)
+{
+  if (strcmp(name, "cpu") == 0 || strcmp(name, "auto") == 0) return &backend_cpu;
+  return NULL;
+}
+
+const char *kv_codec_name(enum kv_codec codec)
+{
+  static const char *const names[KV_CODEC_COUNT] = {[KV_F16] = "f16", [KV_INT8] = "int8", [KV_INT4] = "int4", [KV_FP4] = "fp4",
+                                                     [KV_F32] = "f32"};
+  return codec >= 0 && codec < KV_CODEC_COUNT ? names[codec] : "?";
+}

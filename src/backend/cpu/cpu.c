@@ -1,0 +1,146 @@
+/* The CPU backend's vtable (backend/backend.h): options, checks of each batch, and the calls into the files that do the work.
+ * A batch is computed inside submit by the calling thread and the pool together; wait only hands out the result. */
+#include <stdio.h>
+#include <string.h>
+#include <sys/sysinfo.h>
+
+#include "backend/backend.h"
+#include "backend/cpu/cpu_program.h"
+#include "base/clock.h"
+#include "base/mem.h"
+
+extern const struct backend_vtable backend_cpu;
+
+static void cpu_close(struct backend *backend)
+{
+  if (backend == NULL) return;
+  cpu_pool_destroy(backend->pool);
+  mem_free(backend);
+}
+
+static enum sits_status cpu_open(const struct backend_options *options, struct backend **out, struct sits_error *err)
+{
+  if (options->max_batch_tokens < 1 || options->max_seqs < 1)
+    return sits_fail(err, SITS_INVALID_ARGUMENT, "cpu: max_batch_tokens and max_seqs must be positive");
+  if (options->n_threads < 0) return sits_fail_param(err, SITS_INVALID_ARGUMENT, "threads", "cpu: threads must not be negative");
+  struct backend *backend = mem_calloc(1, sizeof *backend);
+  if (backend == NULL) return sits_fail(err, SITS_NOMEM, "cpu: out of memory");
+  backend->options = *options;
+  backend->options.isa = NULL; /* borrowed, and used here only */
+  backend->n_threads = options->n_threads > 0 ? options->n_threads : cpu_pool_default_threads();
+  enum sits_status status = cpu_isa_choose(options->isa, &backend->isa, err);
+  if (status == SITS_OK) status = cpu_pool_create(backend->n_threads, &backend->pool, err);
+  if (status != SITS_OK) {
+    cpu_close(backend);
+    return status;
+  }
+  backend->ops = cpu_ops_for(backend->isa);
+  *out = backend;
+  return SITS_OK;
+}
+
+static void cpu_info(const struct backend *backend, struct backend_info *out)
+{
+  struct sysinfo info = {0};
+  memset(out, 0, sizeof *out);
+  snprintf(out->name, sizeof out->name, "cpu %s, %d thread%s", cpu_isa_name(backend->isa), (int)backend->n_threads,
+           backend->n_threads == 1 ? "" : "s");
+  if (sysinfo(&info) != 0) return;
+  out->memory_total_bytes = (uint64_t)info.totalram * info.mem_unit;
+  out->memory_free_bytes = (uint64_t)(info.freeram + info.bufferram) * info.mem_unit;
+  FILE *file = fopen("/proc/meminfo", "r"); /* counts what the page cache would give back, as sysinfo does not */
+  char line[128];
+  unsigned long long kib;
+  while (file != NULL && fgets(line, sizeof line, file) != NULL)
+    if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1) out->memory_free_bytes = kib * 1024;
+  if (file != NULL) fclose(file);
+}
+
+static uint64_t cpu_program_bytes(const struct backend_program *program) { return program->n_bytes; }
+
+static enum sits_status cpu_kv_open(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
+                                    struct sits_error *err)
+{
+  return cpu_kv_create(geometry, backend->ops, out, err);
+}
+
+/* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. */
+static bool is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b)
+{
+  const struct program_dims *dims = &p->program->dims;
+  const struct kv_geometry *g = &kv->geometry;
+  if (g->n_layers != dims->n_layers || g->n_kv_heads != dims->n_kv_heads || g->head_dim != dims->head_dim) return false;
+  if (b->n_tokens < 1 || b->n_tokens > p->max_tokens || b->n_seqs < 1 || b->n_seqs > p->max_rows || b->n_rows < 0 ||
+      b->n_rows > p->max_rows || b->seq_start[0] != 0 || b->seq_start[b->n_seqs] != b->n_tokens)
+    return false;
+  for (int32_t s = 0; s < b->n_seqs; s++) {
+    const int32_t t0 = b->seq_start[s], t1 = b->seq_start[s + 1];
+    if (t1 < t0 || t1 > b->n_tokens) return false;
+    if (t1 == t0) continue;
+    for (int32_t t = t0; t < t1; t++)
+      if (b->positions[t] < 0 || b->positions[t] != b->positions[t0] + (t - t0) || b->tokens[t] < 0 || b->tokens[t] >= dims->n_vocab)
+        return false;
+    if (b->kv_len[s] != b->positions[t1 - 1] + 1) return false;
+    const int32_t n_pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
+    if (n_pages > b->table_stride) return false;
+    for (int32_t i = 0; i < n_pages; i++) {
+      const int32_t page = b->block_table[(int64_t)s * b->table_stride + i];
+      if (page < 0 || page >= g->n_pages) return false;
+    }
+  }
+  for (int32_t r = 0; r < b->n_rows; r++)
+    if (b->row_token[r] < 0 || b->row_token[r] >= b->n_tokens) return false;
+  return true;
+}
+
+static enum sits_status cpu_submit(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *batch)
+{
+  p->has_result = false;
+  if (!is_valid(p, kv, batch)) return SITS_INVALID_ARGUMENT;
+  const int64_t start_us = clock_monotonic_us();
+  p->batch.in = batch;
+  p->batch.kv = kv;
+  for (int32_t s = 0; s < batch->n_seqs; s++)
+    for (int32_t t = batch->seq_start[s]; t < batch->seq_start[s + 1]; t++) {
+      const int32_t position = batch->positions[t];
+      p->batch.page[t] = batch->block_table[(int64_t)s * batch->table_stride + position / KV_PAGE_TOKENS];
+      p->batch.slot[t] = position % KV_PAGE_TOKENS;
+      p->batch.seq[t] = s;
+    }
+  cpu_attention_plan(p);
+  for (int32_t i = 0; i < p->program->dims.n_layers; i++) atomic_store_explicit(&p->claimed[i], 0, memory_order_relaxed);
+  cpu_pool_run(p->backend->pool, cpu_run_worker, p);
+  p->batch.in = NULL;
+  p->n_rows_done = batch->n_rows;
+  p->compute_us = clock_monotonic_us() - start_us;
+  p->has_result = true;
+  return SITS_OK;
+}
+
+static enum sits_status cpu_wait(struct backend_program *p, struct backend_result *result)
+{
+  if (!p->has_result) return SITS_INVALID_ARGUMENT;
+  *result = (struct backend_result){.logits = p->buffers[p->program->logits], .compute_us = p->compute_us};
+  return SITS_OK;
+}
+
+const struct backend_vtable backend_cpu = {
+    .abi = BACKEND_ABI,
+    .name = "cpu",
+    .fusions = PROGRAM_FUSE_GROUP | PROGRAM_FUSE_NORM | PROGRAM_FUSE_ADD_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV |
+               PROGRAM_FUSE_SWIGLU | PROGRAM_FUSE_ADD | PROGRAM_MOVE_SELECT,
+    .open = cpu_open,
+    .close = cpu_close,
+    .info = cpu_info,
+    .compile = cpu_compile,
+    .program_destroy = cpu_program_destroy,
+    .program_bytes = cpu_program_bytes,
+    .kv_page_bytes = cpu_kv_page_bytes,
+    .kv_create = cpu_kv_open,
+    .kv_destroy = cpu_kv_destroy,
+    .kv_copy_pages = cpu_kv_copy_pages,
+    .kv_read_page = cpu_kv_read_page,
+    .kv_write_page = cpu_kv_write_page,
+    .submit = cpu_submit,
+    .wait = cpu_wait,
+};

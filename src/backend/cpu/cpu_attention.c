@@ -1,0 +1,225 @@
+/* Causal attention over the paged cache, softmax(q k / sqrt(D)) v, with grouped queries and a sliding window.
+ * Entry points: cpu_attention_plan (before the run), cpu_attention (each layer).
+ *
+ * Work split. A block is up to block_tokens consecutive tokens of one sequence; an item is a block and a kv head, claimed from a counter,
+ * latest (heaviest) block first. Its rows are the block's tokens times the H/G query heads that share the kv head, so K and V are read
+ * once for all of them. The context is walked in chunks of CPU_CHUNK_TOKENS at absolute positions: scores of the chunk, exact softmax
+ * inside it, weighted values, then a merge into the row's running (max, sum, output), chunks in ascending order. When there are too few
+ * items for the workers (long contexts, few sequences), items are single chunks; their results wait in `partial`, and the worker that
+ * finishes a block's last chunk merges them in the same ascending order.
+ *
+ * Numerics. f32 throughout. A row's bits depend on its query and its context alone: lanes are tokens (scores) or channels (values), masked
+ * tokens add exact zeros, and chunk borders and merge order are fixed. So a token gives the same output alone, inside a prompt, or
+ * beside other sequences, and however the work was split. */
+#include <math.h>
+#include <string.h>
+
+#include "backend/cpu/cpu_program.h"
+
+static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+static int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
+
+/* What one worker needs to know about the item it works on. */
+struct item {
+  const struct backend_program *p;
+  const struct backend_kv *kv;
+  struct cpu_worker *w;
+  const int32_t *table;              /* page ids of the sequence */
+  int32_t layer, head;
+  int32_t group, rows;               /* H/G; tokens of the block times group */
+  int32_t first_position, n_tokens;  /* of the block; positions are consecutive */
+  int32_t window;                    /* tokens seen; INT32_MAX when all */
+};
+
+void cpu_attention_plan(struct backend_program *p)
+{
+  struct cpu_batch *batch = &p->batch;
+  const struct backend_batch *in = batch->in;
+  const int32_t G = p->program->dims.n_kv_heads, group = p->program->dims.n_heads / G;
+  int32_t n_rows = 0, longest = 0;
+  batch->n_blocks = 0;
+  for (int32_t s = 0; s < in->n_seqs; s++) {
+    for (int32_t t = in->seq_start[s]; t < in->seq_start[s + 1]; t += p->block_tokens) {
+      const int32_t t1 = least(t + p->block_tokens, in->seq_start[s + 1]);
+      batch->blocks[batch->n_blocks++] = (struct cpu_block){s, t, t1};
+      n_rows += (t1 - t) * group * G;
+      longest = most(longest, in->positions[t1 - 1] + 1);
+    }
+  }
+  batch->n_chunks = (longest + CPU_CHUNK_TOKENS - 1) / CPU_CHUNK_TOKENS;
+  batch->splits_context = batch->n_chunks > 1 && batch->n_chunks <= p->max_chunks && n_rows <= p->split_rows &&
+                          batch->n_blocks * G < 4 * p->backend->n_threads && p->backend->n_threads > 1;
+}
+
+static struct item item_of(struct backend_program *p, const struct cpu_step *step, int32_t worker, const struct cpu_block *block,
+                           int32_t head)
+{
+  const struct program_dims *dims = &p->program->dims;
+  const struct backend_batch *in = p->batch.in;
+  const int32_t group = dims->n_heads / dims->n_kv_heads;
+  return (struct item){.p = p, .kv = p->batch.kv, .w = &p->workers[worker], .layer = step->op->layer, .head = head, .group = group,
+                       .table = in->block_table + (int64_t)block->seq * in->table_stride, .rows = (block->t1 - block->t0) * group,
+                       .first_position = in->positions[block->t0], .n_tokens = block->t1 - block->t0,
+                       .window = dims->sliding_window > 0 ? dims->sliding_window : INT32_MAX};
+}
+
+/* Queries of the item, scaled (and rotated as the cached keys are): [rows][D]. */
+static void pack_queries(const struct item *it, const struct cpu_step *step, const struct cpu_block *block)
+{
+  const int32_t D = it->p->program->dims.head_dim;
+  const float scale = 1.0f / sqrtf((float)D);
+  float *q = it->w->q;
+  for (int32_t t = block->t0; t < block->t1; t++) {
+    const float *from = step->in[0] + (int64_t)t * step->in_width + (int64_t)it->head * it->group * D;
+    for (int32_t i = 0; i < it->group * D; i++) q[i] = from[i] * scale;
+    for (int32_t h = 0; h < it->group && it->kv->codec->is_rotated; h++) cpu_rotate_head(it->kv->ops, q + (int64_t)h * D, D);
+    q += (int64_t)it->group * D;
+  }
+}
+
+/* One chunk for all rows of the item: leaves acc, max, sum in the worker; sum 0 marks a row that sees nothing of the chunk. */
+static void attend_chunk(const struct item *it, int32_t chunk)
+{
+  struct cpu_worker *w = it->w;
+  const struct backend_kv *kv = it->kv;
+  const int32_t D = it->p->program->dims.head_dim, P = KV_PAGE_TOKENS;
+  const int32_t start = chunk * CPU_CHUNK_TOKENS;
+  const int32_t last = it->first_position + it->n_tokens - 1;           /* position of the last row */
+  const int32_t n = least(last + 1 - start, CPU_CHUNK_TOKENS);          /* tokens of the chunk that any row may see */
+  const int32_t oldest = it->window == INT32_MAX ? 0 : it->first_position - it->window + 1; /* position that the first row still sees */
+  const int32_t skip = most(0, oldest - start) / P * P;                  /* whole pages that nobody sees */
+  const int32_t n_round = (n + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN;
+
+  memset(w->acc, 0, (size_t)it->rows * (size_t)kv->dv * sizeof *w->acc);
+  for (int32_t r = 0; r < it->rows; r++) w->sum[r] = 0;
+  if (skip >= n) return;
+  for (int32_t j = skip; j < n; j += P) {
+    const int32_t page = it->table[(start + j) / P];
+    kv->codec->attend_k(kv, page, cpu_kv_block(kv, page, it->layer, it->head), w->q, D, it->rows, least(P, n - j), w->scores + j,
+                        CPU_CHUNK_TOKENS, w->expanded);
+  }
+  for (int32_t r = 0; r < it->rows; r++) {
+    const int32_t position = it->first_position + r / it->group;
+    const int32_t lo = it->window == INT32_MAX ? 0 : most(0, position - it->window + 1 - start), hi = least(n, position + 1 - start);
+    float *scores = w->scores + (int64_t)r * CPU_CHUNK_TOKENS;
+    if (lo < hi) w->sum[r] = kv->ops->softmax(scores, n_round, lo, hi, &w->max[r]);
+    else memset(scores, 0, (size_t)n_round * sizeof *scores);
+  }
+  for (int32_t j = skip; j < n; j += P) {
+    const int32_t page = it->table[(start + j) / P];
+    kv->codec->attend_v(kv, page, cpu_kv_block(kv, page, it->layer, it->head), w->scores + j, CPU_CHUNK_TOKENS, it->rows,
+                        least(P, n - j), w->acc, w->expanded);
+  }
+}
+
+/* Merge one chunk's result of a row into the running one (online softmax). */
+static void merge(const struct item *it, int32_t r, const float *acc, float max, float sum)
+{
+  struct cpu_worker *w = it->w;
+  const int32_t dv = it->kv->dv;
+  float *total = w->total + (int64_t)r * dv;
+  if (sum == 0) return;
+  if (w->total_sum[r] == 0) {
+    memcpy(total, acc, (size_t)dv * sizeof *total);
+    w->total_max[r] = max;
+    w->total_sum[r] = sum;
+    return;
+  }
+  const float top = max > w->total_max[r] ? max : w->total_max[r];
+  const float a = cpu_exp_negative(max - top), b = cpu_exp_negative(w->total_max[r] - top);
+  it->kv->ops->scale_add(total, b, acc, a, dv);
+  w->total_sum[r] = w->total_sum[r] * b + sum * a;
+  w->total_max[r] = top;
+}
+
+static void merge_begin(const struct item *it)
+{
+  for (int32_t r = 0; r < it->rows; r++) it->w->total_sum[r] = 0;
+}
+
+/* Divide by the sums and write the heads' outputs. */
+static void write_outputs(const struct item *it, const struct cpu_step *step, const struct cpu_block *block)
+{
+  const int32_t D = it->p->program->dims.head_dim;
+  for (int32_t r = 0; r < it->rows; r++) {
+    const int32_t t = block->t0 + r / it->group, h = it->head * it->group + r % it->group;
+    float *out = step->out[0] + (int64_t)t * step->out_width + (int64_t)h * D;
+    const float *total = it->w->total + (int64_t)r * it->kv->dv;
+    const float scale = it->w->total_sum[r] > 0 ? 1.0f / it->w->total_sum[r] : 0;
+    for (int32_t d = 0; d < D; d++) out[d] = total[d] * scale;
+    if (it->kv->codec->is_rotated) cpu_rotate_head(it->kv->ops, out, D);
+  }
+}
+
+/* First chunk that the item's rows can see. */
+static int32_t first_chunk(const struct item *it)
+{
+  return it->window == INT32_MAX ? 0 : most(0, it->first_position - it->window + 1) / CPU_CHUNK_TOKENS;
+}
+
+static int32_t end_chunk(const struct item *it)
+{
+  return (it->first_position + it->n_tokens - 1) / CPU_CHUNK_TOKENS + 1;
+}
+
+static void whole_item(struct backend_program *p, const struct cpu_step *step, int32_t worker, int32_t index)
+{
+  const int32_t G = p->program->dims.n_kv_heads;
+  const struct cpu_block *block = &p->batch.blocks[index / G];
+  const struct item it = item_of(p, step, worker, block, index % G);
+  pack_queries(&it, step, block);
+  merge_begin(&it);
+  for (int32_t chunk = first_chunk(&it); chunk < end_chunk(&it); chunk++) {
+    attend_chunk(&it, chunk);
+    for (int32_t r = 0; r < it.rows; r++) merge(&it, r, it.w->acc + (int64_t)r * it.kv->dv, it.w->max[r], it.w->sum[r]);
+  }
+  write_outputs(&it, step, block);
+}
+
+/* Where row r of an item keeps its partial results, one record of Dv + 2 floats a chunk. */
+static float *partial_of(const struct backend_program *p, int32_t first_row, int32_t r, int32_t chunk, int32_t dv)
+{
+  return p->partial + ((int64_t)(first_row + r) * p->max_chunks + chunk) * (dv + 2);
+}
+
+/* One chunk of a block and head; the last one to finish merges. */
+static void chunk_item(struct backend_program *p, const struct cpu_step *step, int32_t worker, int32_t index, int32_t chunk)
+{
+  const int32_t G = p->program->dims.n_kv_heads;
+  const struct cpu_block *block = &p->batch.blocks[index / G];
+  const struct item it = item_of(p, step, worker, block, index % G);
+  const int32_t c0 = first_chunk(&it), c1 = end_chunk(&it), dv = it.kv->dv;
+  const int32_t first_row = block->t0 * it.group * G + it.head * it.rows;
+  if (chunk < c0 || chunk >= c1) return;
+  pack_queries(&it, step, block);
+  attend_chunk(&it, chunk);
+  for (int32_t r = 0; r < it.rows; r++) {
+    float *partial = partial_of(p, first_row, r, chunk, dv);
+    memcpy(partial, it.w->acc + (int64_t)r * dv, (size_t)dv * sizeof *partial);
+    partial[dv] = it.w->max[r];
+    partial[dv + 1] = it.w->sum[r];
+  }
+  if (atomic_fetch_add(&p->finished[index], 1) + 1 < c1 - c0) return;
+  atomic_store(&p->finished[index], 0);
+  merge_begin(&it);
+  for (int32_t c = c0; c < c1; c++)
+    for (int32_t r = 0; r < it.rows; r++) {
+      const float *partial = partial_of(p, first_row, r, c, dv);
+      merge(&it, r, partial, partial[dv], partial[dv + 1]);
+    }
+  write_outputs(&it, step, block);
+}
+
+void cpu_attention(struct backend_program *p, const struct cpu_step *step, int32_t worker)
+{
+  const int32_t G = p->program->dims.n_kv_heads, n_items = p->batch.n_blocks * G;
+  const int32_t n_chunks = p->batch.splits_context ? p->batch.n_chunks : 1;
+  _Atomic int32_t *claimed = &p->claimed[step->op->layer];
+  for (;;) {
+    const int32_t i = atomic_fetch_add_explicit(claimed, 1, memory_order_relaxed);
+    if (i >= n_items * n_chunks) return;
+    const int32_t item = n_items - 1 - i / n_chunks;
+    if (p->batch.splits_context) chunk_item(p, step, worker, item, i % n_chunks);
+    else whole_item(p, step, worker, item);
+  }
+}

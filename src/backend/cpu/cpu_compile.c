@@ -1,0 +1,341 @@
+/* Compiling a program for the CPU: pack each distinct weight once (all workers together), expand gains and biases, lay out the arena,
+ * and resolve every op to pointers and row ranges. Entry points: cpu_compile, cpu_program_destroy. */
+#include <stdio.h>
+#include <string.h>
+
+#include "backend/cpu/cpu_program.h"
+#include "base/mapfile.h"
+#include "base/mem.h"
+#include "tensor/dequant.h"
+
+#define PACK_JOB_BYTES (512 << 10)   /* of a weight packed by one claim */
+#define ALIGN 64
+
+static size_t round_up(size_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
+
+/* ---- weights ---- */
+
+static struct cpu_weight_entry *find_weight(const struct backend_program *p, const struct sits_utd *utd)
+{
+  for (int32_t i = 0; i < p->n_weights; i++)
+    if (p->weights[i].utd == utd) return &p->weights[i];
+  return NULL;
+}
+
+static enum sits_status collect_weights(struct backend_program *p, struct sits_error *err)
+{
+  const struct program *program = p->program;
+  size_t n = 0;
+  for (int32_t i = 0; i < program->n_ops; i++) n += (size_t)program->ops[i].n_parts;
+  p->weights = mem_calloc(n + 1, sizeof *p->weights);
+  if (p->weights == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  for (int32_t i = 0; i < program->n_ops; i++)
+    for (int k = 0; k < program->ops[i].n_parts; k++)
+      if (find_weight(p, program->ops[i].parts[k].weight) == NULL)
+        p->weights[p->n_weights++].utd = program->ops[i].parts[k].weight;
+
+  size_t total = 0;
+  for (int32_t i = 0; i < p->n_weights; i++) total += cpu_weight_packed_bytes(p->weights[i].utd, p->backend->isa);
+  if (total > 0) {
+    p->region = cpu_weight_region(total);
+    if (p->region == NULL) return sits_fail(err, SITS_NOMEM, "compile: no memory for %zu bytes of weights", total);
+  }
+  unsigned char *at = p->region;
+  for (int32_t i = 0; i < p->n_weights; i++) {
+    const enum sits_status status = cpu_weight_create_in(p->weights[i].utd, p->backend->isa, at, &p->weights[i].weight, err);
+    if (status != SITS_OK) return status;
+    at += cpu_weight_packed_bytes(p->weights[i].utd, p->backend->isa);
+  }
+  p->n_bytes += total;
+  return SITS_OK;
+}
+
+struct pack_run { struct backend_program *p; _Atomic int64_t next; };
+
+static int64_t job_rows(const struct cpu_weight_entry *entry)
+{
+  const int64_t rows = cpu_weight_rows(entry->weight), tile = cpu_weight_row_tile(entry->weight);
+  const int64_t row_bytes = (int64_t)entry->utd->n_bytes / (rows > 0 ? rows : 1) + 1;
+  const int64_t wanted = PACK_JOB_BYTES / row_bytes / tile * tile;
+  return wanted < tile ? tile : wanted;
+}
+
+/* Jobs are numbered through all weights; a worker walks the list as its claims grow. */
+static void pack_worker(void *arg, int32_t worker)
+{
+  (void)worker;
+  struct pack_run *run = arg;
+  int64_t first_job = 0;
+  int32_t i = 0;
+  for (int64_t job = atomic_fetch_add(&run->next, 1); i < run->p->n_weights;) {
+    const struct cpu_weight_entry *entry = &run->p->weights[i];
+    const int64_t rows = cpu_weight_rows(entry->weight), step = job_rows(entry), n_jobs = (rows + step - 1) / step;
+    if (job >= first_job + n_jobs) {
+      first_job += n_jobs;
+      i++;
+      continue;
+    }
+    const int64_t r0 = (job - first_job) * step, r1 = r0 + step < rows ? r0 + step : rows;
+    cpu_weight_pack(entry->weight, entry->utd, r0, r1);
+    if (entry->utd->place == SITS_PLACE_MAPPED_FILE) { /* the copy is made: its file pages need not stay in this process */
+      const size_t row_bytes = entry->utd->n_bytes / (size_t)rows;
+      const struct mapfile map = {entry->utd->data, entry->utd->n_bytes};
+      mapfile_drop(&map, (size_t)r0 * row_bytes, (size_t)(r1 - r0) * row_bytes);
+    }
+    job = atomic_fetch_add(&run->next, 1);
+  }
+}
+
+/* ---- gains and biases, as f32 ---- */
+
+static size_t vector_floats(const struct sits_utd *utd) { return utd == NULL ? 0 : round_up((size_t)sits_utd_elements(utd)); }
+
+static const float *expand(float **at, const struct sits_utd *utd)
+{
+  if (utd == NULL) return NULL;
+  float *out = *at;
+  dequant_row(utd->dtype, utd->data, sits_utd_elements(utd), out);
+  *at += vector_floats(utd);
+  return out;
+}
+
+static enum sits_status expand_vectors(struct backend_program *p, struct sits_error *err)
+{
+  size_t n = 0;
+  for (int32_t i = 0; i < p->program->n_ops; i++) {
+    const struct program_op *op = &p->program->ops[i];
+    n += vector_floats(op->gain) + vector_floats(op->q_gain) + vector_floats(op->k_gain);
+    for (int k = 0; k < op->n_parts; k++) n += vector_floats(op->parts[k].bias);
+  }
+  p->vectors = mem_aligned(ALIGN, (n + ALIGN) * sizeof *p->vectors);
+  if (p->vectors == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  p->n_bytes += n * sizeof *p->vectors;
+  float *at = p->vectors;
+  for (int32_t i = 0; i < p->n_steps; i++) {
+    struct cpu_step *step = &p->steps[i];
+    step->gain = expand(&at, step->op->gain);
+    step->q_gain = expand(&at, step->op->q_gain);
+    step->k_gain = expand(&at, step->op->k_gain);
+    for (int k = 0; k < step->n_parts; k++) step->parts[k].bias = expand(&at, step->op->parts[k].bias);
+  }
+  return SITS_OK;
+}
+
+/* ---- steps ---- */
+
+static int32_t gcd(int32_t a, int32_t b) { return b == 0 ? a : gcd(b, a % b); }
+
+/* Each worker's rows of each part. Parts are laid end to end and cut evenly; for SWIGLU both parts get the same cut. */
+static void split_rows(const struct backend_program *p, struct cpu_step *step)
+{
+  step->unit = (step->op->fused & PROGRAM_FUSE_QKV) ? p->program->dims.head_dim : 1;
+  int64_t total = 0;
+  for (int k = 0; k < step->n_parts; k++) {
+    const int32_t tile = cpu_weight_row_tile(step->parts[k].weight);
+    step->unit = step->unit / gcd(step->unit, tile) * tile;
+    total += step->parts[k].rows;
+  }
+  const bool is_joint = (step->op->fused & PROGRAM_FUSE_SWIGLU) != 0;
+  for (int32_t w = 0; w < p->backend->n_threads; w++) {
+    int64_t at = 0, a = total * w / p->backend->n_threads, b = total * (w + 1) / p->backend->n_threads;
+    for (int k = 0; k < step->n_parts; k++) {
+      struct cpu_range *range = &step->ranges[(int64_t)w * PROGRAM_MAX_PARTS + k];
+      const int64_t rows = step->parts[k].rows, unit = step->unit;
+      if (is_joint) {
+        cpu_split(rows, unit, p->backend->n_threads, w, &range->r0, &range->r1);
+        continue;
+      }
+      /* round both cuts to the nearest unit, the same way for both neighbours */
+      const int64_t lo = (a - at + unit / 2) / unit * unit, hi = b == total ? rows : (b - at + unit / 2) / unit * unit;
+      range->r0 = a <= at ? 0 : lo > rows ? rows : lo;
+      range->r1 = b <= at ? 0 : hi > rows ? rows : hi;
+      at += rows;
+    }
+  }
+}
+
+static enum sits_status make_steps(struct backend_program *p, struct sits_error *err)
+{
+  const struct program *program = p->program;
+  const size_t n_ranges = (size_t)program->n_ops * (size_t)p->backend->n_threads * PROGRAM_MAX_PARTS;
+  p->steps = mem_calloc((size_t)program->n_ops, sizeof *p->steps);
+  p->ranges = mem_calloc(n_ranges, sizeof *p->ranges);
+  if (p->steps == NULL || p->ranges == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  p->n_steps = program->n_ops;
+  for (int32_t i = 0; i < program->n_ops; i++) {
+    const struct program_op *op = &program->ops[i];
+    struct cpu_step *step = &p->steps[i];
+    step->op = op;
+    step->is_rows = program->buffers[op->out[0] != PROGRAM_NONE ? op->out[0] : op->in[0]].is_rows;
+    step->in_width = op->in[0] == PROGRAM_NONE ? 0 : program->buffers[op->in[0]].width;
+    step->out_width = op->out[0] == PROGRAM_NONE ? 0 : program->buffers[op->out[0]].width;
+    step->n_parts = op->n_parts;
+    step->ranges = p->ranges + (size_t)i * (size_t)p->backend->n_threads * PROGRAM_MAX_PARTS;
+    for (int k = 0; k < op->n_parts; k++) {
+      step->parts[k].weight = find_weight(p, op->parts[k].weight)->weight;
+      step->parts[k].rows = op->parts[k].weight->dims[0];
+    }
+    if (op->n_parts > 0) split_rows(p, step);
+  }
+  return SITS_OK;
+}
+
+/* ---- arena: two passes over the same walk, the first to measure, the second to hand out ---- */
+
+struct layout { unsigned char *base; size_t used; };
+
+static void *carve(struct layout *l, size_t n_bytes)
+{
+  void *at = l->base == NULL ? NULL : l->base + l->used;
+  l->used += round_up(n_bytes);
+  return at;
+}
+
+static float *carve_floats(struct layout *l, size_t n) { return carve(l, n * sizeof(float)); }
+
+/* Bytes of the largest activation in each format for n tokens, and the widest input of a LINEAR. */
+static void activation_sizes(const struct backend_program *p, int32_t n, size_t bytes[CPU_ACT_FORMATS], int32_t *widest)
+{
+  bytes[CPU_ACT_F32] = bytes[CPU_ACT_Q8] = 0;
+  *widest = 1;
+  for (int32_t i = 0; i < p->n_steps; i++) {
+    const struct cpu_step *step = &p->steps[i];
+    if (step->op->kind != PROGRAM_LINEAR) continue;
+    if (step->in_width > *widest) *widest = step->in_width;
+    for (int k = 0; k < step->n_parts; k++) {
+      const struct cpu_weight *w = step->parts[k].weight;
+      const size_t size = cpu_act_bytes(w, n);
+      if (size > bytes[cpu_act_format(w)]) bytes[cpu_act_format(w)] = size;
+    }
+  }
+}
+
+/* The strip holds at least the smallest panel of the largest batch, and all rows of a worker for a single token. */
+static size_t strip_floats(const struct backend_program *p, int32_t n)
+{
+  size_t most = 64 << 10;
+  for (int32_t i = 0; i < p->n_steps; i++) {
+    const struct cpu_step *step = &p->steps[i];
+    if (step->op->kind != PROGRAM_LINEAR) continue;
+    const size_t wanted = 2u * (size_t)step->unit * (size_t)n;
+    if (wanted > most) most = wanted;
+  }
+  return most;
+}
+
+static void lay_out_worker(struct backend_program *p, struct layout *l, struct cpu_worker *w)
+{
+  const struct program_dims *dims = &p->program->dims;
+  const size_t rows = (size_t)p->block_tokens * (size_t)(dims->n_heads / dims->n_kv_heads);
+  const size_t dv = (size_t)(dims->head_dim + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN;
+  size_t act[CPU_ACT_FORMATS];
+  int32_t widest;
+  activation_sizes(p, CPU_PRIVATE_TOKENS, act, &widest);
+  for (int f = 0; f < CPU_ACT_FORMATS; f++) w->act[f] = carve(l, act[f]);
+  w->normed = carve_floats(l, (size_t)widest * CPU_PRIVATE_TOKENS);
+  w->strip = carve_floats(l, p->strip_floats);
+  w->scratch = carve(l, CPU_MATMUL_SCRATCH_BYTES);
+  w->q = carve_floats(l, rows * (size_t)dims->head_dim);
+  w->scores = carve_floats(l, rows * CPU_CHUNK_TOKENS);
+  w->acc = carve_floats(l, rows * dv);
+  w->total = carve_floats(l, rows * dv);
+  w->max = carve_floats(l, rows);
+  w->sum = carve_floats(l, rows);
+  w->total_max = carve_floats(l, rows);
+  w->total_sum = carve_floats(l, rows);
+  w->expanded = carve_floats(l, CPU_KV_SCRATCH_FLOATS(dims->head_dim));
+  carve(l, 128); /* neighbours' prefetchers */
+}
+
+static void lay_out(struct backend_program *p, struct layout *l)
+{
+  const struct program *program = p->program;
+  const struct program_dims *dims = &program->dims;
+  const size_t T = (size_t)p->max_tokens, R = (size_t)p->max_rows, most = T > R ? T : R;
+  const size_t dv = (size_t)(dims->head_dim + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN;
+  size_t act[CPU_ACT_FORMATS];
+  int32_t widest;
+  activation_sizes(p, (int32_t)most, act, &widest);
+  for (int32_t b = 0; b < program->n_buffers; b++)
+    p->buffers[b] = carve_floats(l, (program->buffers[b].is_rows ? R : T) * (size_t)program->buffers[b].width);
+  for (int f = 0; f < CPU_ACT_FORMATS; f++) p->act[f] = carve(l, act[f]);
+  p->normed = carve_floats(l, most * (size_t)widest);
+  p->partial = carve_floats(l, (size_t)p->split_rows * (size_t)p->max_chunks * (dv + 2));
+  p->claimed = carve(l, (size_t)dims->n_layers * sizeof *p->claimed);
+  p->finished = carve(l, (size_t)p->split_rows * sizeof *p->finished);
+  p->batch.blocks = carve(l, (T / (size_t)p->block_tokens + R + 1) * sizeof *p->batch.blocks);
+  p->batch.page = carve(l, T * sizeof(int32_t));
+  p->batch.slot = carve(l, T * sizeof(int32_t));
+  p->batch.seq = carve(l, T * sizeof(int32_t));
+  p->batch.cosines = carve_floats(l, T * (size_t)program->rope.dims);
+  p->batch.sines = carve_floats(l, T * (size_t)program->rope.dims);
+  for (int32_t w = 0; w < p->backend->n_threads; w++) lay_out_worker(p, l, &p->workers[w]);
+}
+
+static enum sits_status make_arena(struct backend_program *p, struct sits_error *err)
+{
+  const struct program_dims *dims = &p->program->dims;
+  const int32_t group = dims->n_heads / dims->n_kv_heads;
+  p->block_tokens = CPU_ATTENTION_ROWS / group > 0 ? CPU_ATTENTION_ROWS / group : 1;
+  p->split_rows = 4 * p->backend->n_threads * (group > 4 ? group : 4);
+  p->max_chunks = dims->max_context / CPU_CHUNK_TOKENS + 1;
+  p->strip_floats = strip_floats(p, p->max_tokens > p->max_rows ? p->max_tokens : p->max_rows);
+  p->buffers = mem_calloc((size_t)p->program->n_buffers, sizeof *p->buffers);
+  p->workers = mem_calloc((size_t)p->backend->n_threads, sizeof *p->workers);
+  if (p->buffers == NULL || p->workers == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  struct layout l = {NULL, 0};
+  lay_out(p, &l);
+  l.base = p->arena = mem_aligned(ALIGN, l.used); /* not cleared: what a small batch does not touch costs no memory */
+  if (p->arena == NULL) return sits_fail(err, SITS_NOMEM, "compile: no memory for %zu bytes of workspace", l.used);
+  p->n_bytes += l.used;
+  l.used = 0;
+  lay_out(p, &l);
+  for (int32_t i = 0; i < p->split_rows; i++) atomic_init(&p->finished[i], 0);
+  for (int32_t i = 0; i < p->n_steps; i++) {
+    struct cpu_step *step = &p->steps[i];
+    for (int k = 0; k < 3; k++) {
+      step->in[k] = step->op->in[k] == PROGRAM_NONE ? NULL : p->buffers[step->op->in[k]];
+      step->out[k] = step->op->out[k] == PROGRAM_NONE ? NULL : p->buffers[step->op->out[k]];
+    }
+  }
+  return SITS_OK;
+}
+
+enum sits_status cpu_compile(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err)
+{
+  enum sits_status status = program_check(program, err);
+  if (status != SITS_OK) return status;
+  struct backend_program *p = mem_calloc(1, sizeof *p);
+  if (p == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  p->backend = backend;
+  p->program = program;
+  p->max_tokens = backend->options.max_batch_tokens;
+  p->max_rows = backend->options.max_seqs;
+  if ((status = collect_weights(p, err)) != SITS_OK) goto fail;
+  struct pack_run run = {.p = p};
+  cpu_pool_run(backend->pool, pack_worker, &run);
+  if ((status = make_steps(p, err)) != SITS_OK) goto fail;
+  if ((status = expand_vectors(p, err)) != SITS_OK) goto fail;
+  if ((status = make_arena(p, err)) != SITS_OK) goto fail;
+  *out = p;
+  return SITS_OK;
+
+fail:
+  cpu_program_destroy(p);
+  return status;
+}
+
+void cpu_program_destroy(struct backend_program *p)
+{
+  if (p == NULL) return;
+  for (int32_t i = 0; i < p->n_weights; i++) cpu_weight_destroy(p->weights[i].weight);
+  mem_free(p->weights);
+  mem_free(p->region);
+  mem_free(p->steps);
+  mem_free(p->ranges);
+  mem_free(p->vectors);
+  mem_free(p->buffers);
+  mem_free(p->workers);
+  mem_free(p->arena);
+  mem_free(p);
+}

@@ -1,0 +1,71 @@
+/* Paged key/value memory of the CPU backend, and the codecs that say how a page stores it.
+ *
+ * Layout: a page is [layer][kv head] blocks of `block_bytes`; a block holds the K and V of P tokens of one head in one layer, so that
+ * attention streams contiguous blocks. What is inside a block is the codec's business.
+ *
+ *   codec   block
+ *   f16     K transposed [D][P] f16, then V [P][Dv] f16, Dv = D rounded up to CPU_V_ALIGN
+ *   f32     the same in f32, to measure the others against
+ *
+ * Rules: 1. Appends to one block come from one thread at a time, in ascending slots; K and V may be appended by different threads.
+ * 2. Readers run after a barrier. 3. Values beyond the format's range saturate: a stored number is always finite (f32 stores what it
+ * is given).
+ * To add a codec: one file cpu_kv_NAME.c with a struct cpu_kv_codec, and a row in cpu_kv_codec_for.
+ */
+#ifndef SITS_BACKEND_CPU_CPU_KV_H
+#define SITS_BACKEND_CPU_CPU_KV_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "backend/cpu/cpu_ops.h"
+
+struct backend_kv;
+
+/* Floats of scratch that attend_k and attend_v may use: a block expanded to f32. */
+#define CPU_KV_SCRATCH_FLOATS(head_dim) ((size_t)KV_PAGE_TOKENS * (size_t)(((head_dim) + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN))
+
+struct cpu_kv_codec {
+  enum kv_codec codec;
+  bool is_rotated;                   /* queries and K, V are Hadamard-rotated per head before use; outputs are rotated back */
+  size_t (*block_bytes)(int32_t head_dim);
+  /* Store one token's key, or value, of one head. k, v: [D] f32, rotated by the caller where is_rotated. */
+  void (*append_k)(const struct backend_kv *kv, int32_t page, void *block, int32_t slot, const float *k);
+  void (*append_v)(const struct backend_kv *kv, int32_t page, void *block, int32_t slot, const float *v);
+  /* scores[r][j] = q[r] . k_j for the first n tokens of the block (lanes up to the next multiple of CPU_V_ALIGN are written too). */
+  void (*attend_k)(const struct backend_kv *kv, int32_t page, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n,
+                   float *scores, int32_t lds, float *scratch);
+  /* acc[r][0..Dv) += sum over j < n of p[r][j] * v_j, j ascending. */
+  void (*attend_v)(const struct backend_kv *kv, int32_t page, const void *block, const float *p, int32_t ldp, int32_t rows, int32_t n,
+                   float *acc, float *scratch);
+};
+
+extern const struct cpu_kv_codec cpu_kv_f16, cpu_kv_f32;
+
+const struct cpu_kv_codec *cpu_kv_codec_for(enum kv_codec codec); /* NULL: not supported */
+
+struct backend_kv {
+  struct kv_geometry geometry;
+  const struct cpu_kv_codec *codec;
+  const struct cpu_ops *ops;
+  int32_t dv;                        /* D rounded up to CPU_V_ALIGN */
+  size_t block_bytes, layer_bytes, page_bytes;
+  unsigned char *pages;              /* [n_pages][page_bytes] */
+};
+
+static inline unsigned char *cpu_kv_block(const struct backend_kv *kv, int32_t page, int32_t layer, int32_t head)
+{
+  return kv->pages + (size_t)page * kv->page_bytes + (size_t)layer * kv->layer_bytes + (size_t)head * kv->block_bytes;
+}
+
+uint64_t cpu_kv_page_bytes(const struct kv_geometry *geometry);
+enum sits_status cpu_kv_create(const struct kv_geometry *geometry, const struct cpu_ops *ops, struct backend_kv **out,
+                               struct sits_error *err) SITS_MUST_CHECK;
+void cpu_kv_destroy(struct backend_kv *kv);
+enum sits_status cpu_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n) SITS_MUST_CHECK;
+enum sits_status cpu_kv_read_page(struct backend_kv *kv, int32_t page, void *host) SITS_MUST_CHECK;
+enum sits_status cpu_kv_write_page(struct backend_kv *kv, int32_t page, const void *host) SITS_MUST_CHECK;
+
+#endif

@@ -1,0 +1,51 @@
+/* Vector primitives of the CPU backend: everything between the matrix products, one table of functions per instruction-set level.
+ *
+ * Semantics are those of tests/ref (same names with ref_). All three tables come from one body, cpu_ops_body.h, compiled over
+ * different vector words. Order of summation depends on shapes only, never on how many rows are handled at once: a row's result is
+ * bit for bit the same whatever else is in the batch. Results differ between levels in the last bits.
+ *
+ * Attention works on blocks of one page and one kv head. K is stored transposed, [D][P], so that a vector holds one channel of many tokens
+ * and scores need no horizontal sums; V is [P][Dv], Dv = D rounded up to CPU_V_ALIGN with zeros beyond.
+ */
+#ifndef SITS_BACKEND_CPU_CPU_OPS_H
+#define SITS_BACKEND_CPU_CPU_OPS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "backend/cpu/cpu_isa.h"
+
+#define CPU_V_ALIGN 16               /* floats: widest vector */
+
+struct cpu_ops {
+  /* y = x / sqrt(mean(x^2) + eps) * gain; [n]; y may be x. */
+  void (*rmsnorm)(const float *x, const float *gain, int32_t n, float eps, float *y);
+  /* Rotate the first `dims` values of x: x[i] = x[i] * cosines[i] + x[partner of i] * sines[i], both [dims], the sign of the sine being
+   * negative for the first of each pair; partners are i and i + dims/2, or 2i and 2i + 1. */
+  void (*rope)(float *x, const float *cosines, const float *sines, int32_t dims, bool is_interleaved);
+  void (*swiglu)(const float *gate, const float *up, int32_t n, float *y); /* silu(gate) * up; y may be either */
+  void (*add)(const float *a, const float *b, int32_t n, float *y);        /* y may be either */
+  /* y = y * b + x * a */
+  void (*scale_add)(float *y, float b, const float *x, float a, int32_t n);
+
+  /* scores[r][j] = sum_d q[r][d] * k[d][j], j < n rounded up to CPU_V_ALIGN (at most P). q: [rows][ldq]; scores: [rows][lds]. */
+  void (*qk_f16)(const float *q, int32_t ldq, int32_t rows, const uint16_t *k, int32_t head_dim, int32_t n, float *scores, int32_t lds);
+  void (*qk_f32)(const float *q, int32_t ldq, int32_t rows, const float *k, int32_t head_dim, int32_t n, float *scores, int32_t lds);
+  /* acc[r][c] += sum_{j < n} p[r][j] * v[j][c], c < dv, j ascending. p: [rows][ldp]; acc: [rows][dv]. */
+  void (*pv_f16)(const float *p, int32_t ldp, int32_t rows, const uint16_t *v, int32_t dv, int32_t n, float *acc);
+  void (*pv_f32)(const float *p, int32_t ldp, int32_t rows, const float *v, int32_t dv, int32_t n, float *acc);
+  /* s[j] = exp(s[j] - max) for lo <= j < hi and 0 elsewhere below n; n a multiple of CPU_V_ALIGN, lo < hi. Returns the sum and *max. */
+  float (*softmax)(float *s, int32_t n, int32_t lo, int32_t hi, float *max);
+
+  void (*to_f16)(const float *x, int32_t n, uint16_t *y);  /* round to nearest even; beyond 65504 saturates */
+  void (*hadamard)(float *x, int32_t n);                   /* in place, orthonormal, n a power of two */
+};
+
+extern const struct cpu_ops cpu_ops_scalar, cpu_ops_avx2, cpu_ops_avx512;
+
+const struct cpu_ops *cpu_ops_for(enum cpu_isa isa);
+
+/* exp(x) for x <= 0, one lane of what softmax does at every level up to rounding; used where partial results are merged. */
+float cpu_exp_negative(float x);
+
+#endif

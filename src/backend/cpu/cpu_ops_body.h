@@ -1,0 +1,261 @@
+/* The one body of the vector primitives (cpu_ops.h), included by cpu_ops_scalar.c, cpu_ops_avx2.c and cpu_ops_avx512.c after they have
+ * defined a vector word:
+ *   VEC, VW (lanes), v_load v_load_h(f16) v_store v_set1 v_add v_sub v_mul v_div v_max v_min, v_fma(a, b, c) = a * b + c,
+ *   v_round, v_exp2i(n) = 2^n for integral n in [-126, 127], v_sum, v_top (horizontal), v_swap_pairs where VW > 1,
+ *   v_keep(v, lo, hi, other): lanes lo <= i < hi of v, other elsewhere; v_store_h. CPU_OPS names the table to define.
+ * Tails shorter than a vector are done lane by lane with the same formula. */
+#ifndef SITS_BACKEND_CPU_CPU_OPS_BODY_H
+#define SITS_BACKEND_CPU_CPU_OPS_BODY_H
+
+#include <math.h>
+#include <stddef.h>
+
+#include "backend/backend.h"
+
+#define P KV_PAGE_TOKENS
+#define INLINE static inline __attribute__((always_inline))
+
+/* exp by range reduction to 2^n * 2^f, |f| <= 1/2, and a polynomial (Taylor with economised last terms, relative error under 2e-7);
+ * arguments are clamped to [-87, 88], so results are finite and normal. */
+INLINE VEC exp_v(VEC x)
+{
+  x = v_min(v_max(x, v_set1(-87.0f)), v_set1(88.0f));
+  const VEC n = v_round(v_mul(x, v_set1(1.44269504088896341f)));
+  VEC r = v_fma(n, v_set1(-0.693359375f), x);
+  r = v_fma(n, v_set1(2.12194440e-4f), r);
+  VEC p = v_set1(1.9875691500e-4f);
+  p = v_fma(p, r, v_set1(1.3981999507e-3f));
+  p = v_fma(p, r, v_set1(8.3334519073e-3f));
+  p = v_fma(p, r, v_set1(4.1665795894e-2f));
+  p = v_fma(p, r, v_set1(1.6666665459e-1f));
+  p = v_fma(p, r, v_set1(5.0000001201e-1f));
+  p = v_add(v_fma(v_mul(p, r), r, r), v_set1(1.0f));
+  return v_mul(p, v_exp2i(n));
+}
+
+static void op_rmsnorm(const float *x, const float *gain, int32_t n, float eps, float *y)
+{
+  VEC s0 = v_set1(0), s1 = v_set1(0);
+  int32_t i = 0;
+  for (; i + 2 * VW <= n; i += 2 * VW) {
+    const VEC a = v_load(x + i), b = v_load(x + i + VW);
+    s0 = v_fma(a, a, s0);
+    s1 = v_fma(b, b, s1);
+  }
+  float sum = v_sum(v_add(s0, s1));
+  for (; i < n; i++) sum += x[i] * x[i];
+  const float scale = 1.0f / sqrtf(sum / (float)n + eps);
+  for (i = 0; i + VW <= n; i += VW) v_store(y + i, v_mul(v_mul(v_load(x + i), v_set1(scale)), v_load(gain + i)));
+  for (; i < n; i++) y[i] = x[i] * scale * gain[i];
+}
+
+static void rope_interleaved(float *x, const float *cosines, const float *sines, int32_t dims)
+{
+  int32_t i = 0;
+#if VW > 1
+  for (; i + VW <= dims; i += VW) {
+    const VEC v = v_load(x + i);
+    v_store(x + i, v_fma(v, v_load(cosines + i), v_mul(v_swap_pairs(v), v_load(sines + i))));
+  }
+#endif
+  for (; i < dims; i += 2) {
+    const float a = x[i], b = x[i + 1];
+    x[i] = a * cosines[i] + b * sines[i];
+    x[i + 1] = b * cosines[i + 1] + a * sines[i + 1];
+  }
+}
+
+static void op_rope(float *x, const float *cosines, const float *sines, int32_t dims, bool is_interleaved)
+{
+  if (is_interleaved) {
+    rope_interleaved(x, cosines, sines, dims);
+    return;
+  }
+  const int32_t half = dims / 2;
+  int32_t i = 0;
+  for (; i + VW <= half; i += VW) {
+    const VEC a = v_load(x + i), b = v_load(x + half + i);
+    v_store(x + i, v_fma(a, v_load(cosines + i), v_mul(b, v_load(sines + i))));
+    v_store(x + half + i, v_fma(b, v_load(cosines + half + i), v_mul(a, v_load(sines + half + i))));
+  }
+  for (; i < half; i++) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cosines[i] + b * sines[i];
+    x[half + i] = b * cosines[half + i] + a * sines[half + i];
+  }
+}
+
+INLINE VEC swiglu_v(VEC g, VEC u) { return v_mul(v_div(g, v_add(v_set1(1.0f), exp_v(v_sub(v_set1(0), g)))), u); }
+
+static void op_swiglu(const float *gate, const float *up, int32_t n, float *y)
+{
+  int32_t i = 0;
+  for (; i + VW <= n; i += VW) v_store(y + i, swiglu_v(v_load(gate + i), v_load(up + i)));
+  if (i < n) {
+    float g[VW] = {0}, u[VW] = {0};
+    for (int32_t k = 0; k < n - i; k++) g[k] = gate[i + k], u[k] = up[i + k];
+    v_store(g, swiglu_v(v_load(g), v_load(u)));
+    for (int32_t k = 0; k < n - i; k++) y[i + k] = g[k];
+  }
+}
+
+static void op_add(const float *a, const float *b, int32_t n, float *y)
+{
+  int32_t i = 0;
+  for (; i + VW <= n; i += VW) v_store(y + i, v_add(v_load(a + i), v_load(b + i)));
+  for (; i < n; i++) y[i] = a[i] + b[i];
+}
+
+static void op_scale_add(float *y, float b, const float *x, float a, int32_t n)
+{
+  int32_t i = 0;
+  for (; i + VW <= n; i += VW) v_store(y + i, v_fma(v_load(x + i), v_set1(a), v_mul(v_load(y + i), v_set1(b))));
+  for (; i < n; i++) y[i] = x[i] * a + y[i] * b;
+}
+
+/* ---- attention ---- */
+
+/* One tile of scores: R rows by NT vectors of tokens, all D channels. R and NT are constants at every call, so acc lives in registers. */
+#define QK_TILE(NAME, TYPE, LOAD)                                                                                              \
+  INLINE void NAME##_tile(const float *q, int32_t ldq, const TYPE *k, int32_t head_dim, float *s, int32_t lds, const int R,     \
+                          const int NT)                                                                                        \
+  {                                                                                                                            \
+    VEC acc[6][4];                                                                                                             \
+    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
+      _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) acc[r][t] = v_set1(0);                                              \
+    for (int32_t d = 0; d < head_dim; d++) {                                                                                   \
+      VEC kv[4];                                                                                                               \
+      _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) kv[t] = LOAD(k + (size_t)d * P + t * VW);                           \
+      _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                                    \
+        const VEC qv = v_set1(q[(size_t)r * ldq + d]);                                                                         \
+        _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) acc[r][t] = v_fma(qv, kv[t], acc[r][t]);                          \
+      }                                                                                                                        \
+    }                                                                                                                          \
+    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
+      _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) v_store(s + (size_t)r * lds + t * VW, acc[r][t]);                   \
+  }                                                                                                                            \
+  INLINE void NAME##_rows(const float *q, int32_t ldq, const TYPE *k, int32_t head_dim, int32_t nv, float *s, int32_t lds,      \
+                          const int R, const int NT)                                                                           \
+  {                                                                                                                            \
+    int32_t t = 0;                                                                                                             \
+    for (; t + NT <= nv; t += NT) NAME##_tile(q, ldq, k + t * VW, head_dim, s + t * VW, lds, R, NT);                           \
+    for (; t < nv; t++) NAME##_tile(q, ldq, k + t * VW, head_dim, s + t * VW, lds, R, 1);                                      \
+  }                                                                                                                            \
+  static void op_##NAME(const float *q, int32_t ldq, int32_t rows, const TYPE *k, int32_t head_dim, int32_t n, float *s,        \
+                        int32_t lds)                                                                                           \
+  {                                                                                                                            \
+    const int32_t nv = (n + CPU_V_ALIGN - 1) / CPU_V_ALIGN * (CPU_V_ALIGN / VW);                                               \
+    int32_t r = 0;                                                                                                             \
+    for (; r + 6 <= rows; r += 6) NAME##_rows(q + (size_t)r * ldq, ldq, k, head_dim, nv, s + (size_t)r * lds, lds, 6, 2);      \
+    q += (size_t)r * ldq;                                                                                                      \
+    s += (size_t)r * lds;                                                                                                      \
+    switch (rows - r) {                                                                                                        \
+    case 5: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 5, 2); break;                                                         \
+    case 4: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 4, 2); break;                                                         \
+    case 3: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 3, 4); break;                                                         \
+    case 2: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 2, 4); break;                                                         \
+    case 1: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 1, 4); break;                                                         \
+    default: break;                                                                                                            \
+    }                                                                                                                          \
+  }
+
+QK_TILE(qk_f16, uint16_t, v_load_h)
+QK_TILE(qk_f32, float, v_load)
+
+#if VW == 16
+#define PV_COLUMNS 4
+#else
+#define PV_COLUMNS 2
+#endif
+
+/* One tile of outputs: R rows by NC vectors of channels, all tokens in ascending order. */
+#define PV_TILE(NAME, TYPE, LOAD)                                                                                              \
+  INLINE void NAME##_tile(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const int R, const int NC) \
+  {                                                                                                                            \
+    VEC acc[4][4];                                                                                                             \
+    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
+      _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) acc[r][c] = v_load(o + (size_t)r * dv + c * VW);                    \
+    for (int32_t j = 0; j < n; j++) {                                                                                          \
+      VEC vv[4];                                                                                                               \
+      _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) vv[c] = LOAD(v + (size_t)j * dv + c * VW);                          \
+      _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                                    \
+        const VEC pv = v_set1(p[(size_t)r * ldp + j]);                                                                         \
+        _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) acc[r][c] = v_fma(pv, vv[c], acc[r][c]);                          \
+      }                                                                                                                        \
+    }                                                                                                                          \
+    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
+      _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) v_store(o + (size_t)r * dv + c * VW, acc[r][c]);                    \
+  }                                                                                                                            \
+  INLINE void NAME##_rows(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const int R)             \
+  {                                                                                                                            \
+    int32_t c = 0;                                                                                                             \
+    for (; c + PV_COLUMNS * VW <= dv; c += PV_COLUMNS * VW) NAME##_tile(p, ldp, v + c, dv, n, o + c, R, PV_COLUMNS);           \
+    for (; c < dv; c += VW) NAME##_tile(p, ldp, v + c, dv, n, o + c, R, 1);                                                    \
+  }                                                                                                                            \
+  static void op_##NAME(const float *p, int32_t ldp, int32_t rows, const TYPE *v, int32_t dv, int32_t n, float *acc)            \
+  {                                                                                                                            \
+    int32_t r = 0;                                                                                                             \
+    for (; r + 4 <= rows; r += 4) NAME##_rows(p + (size_t)r * ldp, ldp, v, dv, n, acc + (size_t)r * dv, 4);                    \
+    p += (size_t)r * ldp;                                                                                                      \
+    acc += (size_t)r * dv;                                                                                                     \
+    switch (rows - r) {                                                                                                        \
+    case 3: NAME##_rows(p, ldp, v, dv, n, acc, 3); break;                                                                      \
+    case 2: NAME##_rows(p, ldp, v, dv, n, acc, 2); break;                                                                      \
+    case 1: NAME##_rows(p, ldp, v, dv, n, acc, 1); break;                                                                      \
+    default: break;                                                                                                            \
+    }                                                                                                                          \
+  }
+
+PV_TILE(pv_f16, uint16_t, v_load_h)
+PV_TILE(pv_f32, float, v_load)
+
+static float op_softmax(float *s, int32_t n, int32_t lo, int32_t hi, float *max)
+{
+  const int32_t v0 = lo / VW * VW, v1 = (hi + VW - 1) / VW * VW; /* the vectors that hold kept lanes */
+  VEC top = v_set1(-INFINITY);
+  for (int32_t i = v0; i < v1; i += VW) top = v_max(top, v_keep(v_load(s + i), lo - i, hi - i, v_set1(-INFINITY)));
+  const float m = v_top(top);
+  VEC sum = v_set1(0);
+  for (int32_t i = 0; i < v0; i += VW) v_store(s + i, v_set1(0));
+  for (int32_t i = v0; i < v1; i += VW) {
+    const VEC e = v_keep(exp_v(v_sub(v_load(s + i), v_set1(m))), lo - i, hi - i, v_set1(0));
+    sum = v_add(sum, e);
+    v_store(s + i, e);
+  }
+  for (int32_t i = v1; i < n; i += VW) v_store(s + i, v_set1(0));
+  *max = m;
+  return v_sum(sum);
+}
+
+static void op_to_f16(const float *x, int32_t n, uint16_t *y)
+{
+  const VEC top = v_set1(65504.0f), bottom = v_set1(-65504.0f);
+  int32_t i = 0;
+  for (; i + VW <= n; i += VW) v_store_h(y + i, v_max(v_min(v_load(x + i), top), bottom));
+  if (i < n) {
+    float tail[VW] = {0};
+    uint16_t half[VW];
+    for (int32_t k = 0; k < n - i; k++) tail[k] = x[i + k];
+    v_store_h(half, v_max(v_min(v_load(tail), top), bottom));
+    for (int32_t k = 0; k < n - i; k++) y[i + k] = half[k];
+  }
+}
+
+static void op_hadamard(float *x, int32_t n)
+{
+  for (int32_t half = 1; half < n; half *= 2)
+    for (int32_t i = 0; i < n; i += 2 * half)
+      for (int32_t k = i; k < i + half; k++) {
+        const float a = x[k], b = x[k + half];
+        x[k] = a + b;
+        x[k + half] = a - b;
+      }
+  const float scale = 1.0f / sqrtf((float)n);
+  for (int32_t i = 0; i < n; i++) x[i] *= scale;
+}
+
+const struct cpu_ops CPU_OPS = {
+    .rmsnorm = op_rmsnorm, .rope = op_rope, .swiglu = op_swiglu, .add = op_add, .scale_add = op_scale_add, .qk_f16 = op_qk_f16,
+    .qk_f32 = op_qk_f32, .pv_f16 = op_pv_f16, .pv_f32 = op_pv_f32, .softmax = op_softmax, .to_f16 = op_to_f16, .hadamard = op_hadamard};
+
+#endif

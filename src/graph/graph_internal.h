@@ -1,0 +1,41 @@
+/* Private to src/graph: the nodes behind graph.h. */
+#ifndef SITS_GRAPH_GRAPH_INTERNAL_H
+#define SITS_GRAPH_GRAPH_INTERNAL_H
+
+#include <stdbool.h>
+
+#include "graph/graph.h"
+
+/* A node makes up to three values; in plain graphs one (node i makes value i), and after grouping a LINEAR makes one per part.
+ * KV_APPEND makes a value of width 0 that stands for the cache. */
+struct graph_node {
+  enum program_op_kind kind;
+  uint32_t fused;
+  int32_t layer;
+  graph_value in[3];                 /* values read; -1 = none */
+  graph_value out[3];                /* values made; -1 = none */
+  int32_t n_parts;
+  struct program_part parts[PROGRAM_MAX_PARTS];
+  const struct sits_utd *gain, *q_gain, *k_gain;
+  bool is_dead;                      /* absorbed by another node */
+};
+
+struct graph_value_info { char name[24]; int32_t width; bool is_rows; };
+
+struct graph {
+  struct program_dims dims;
+  struct program_rope rope;
+  struct graph_node *nodes;          /* [n_nodes] in execution order */
+  struct graph_value_info *values;   /* [n_values] */
+  int32_t n_nodes, nodes_capacity, n_values, values_capacity;
+  int32_t layer;                     /* current */
+  graph_value output;
+  enum sits_status status;           /* first failure */
+  struct sits_error error;
+};
+
+/* Append. A negative result means failure, which the graph remembers. */
+graph_value graph_new_value(struct graph *graph, const char *name, int32_t width, bool is_rows);
+struct graph_node *graph_new_node(struct graph *graph, enum program_op_kind kind); /* operands none; NULL on failure */
+
+#endif

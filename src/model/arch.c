@@ -1,0 +1,57 @@
+/* The llama family, layer by layer. Entry points: arch_build, program_from_model. Llama, Mistral (sliding window), Qwen2 (q, k, v biases)
+ * and Qwen3 (q and k norms) differ only in what the loader found: absent biases and gains are NULL and their ops vanish. */
+#include "model/arch.h"
+
+/* x: [T][E] residual stream. */
+static graph_value arch_layer(struct graph *g, const struct model_layer *w, graph_value x)
+{
+  graph_value h = graph_rmsnorm(g, x, w->attn_norm);                             /* [T][E] */
+  graph_value q = graph_linear(g, h, w->wq, w->bq, "q");                         /* [T][H*D] */
+  graph_value k = graph_linear(g, h, w->wk, w->bk, "k");                         /* [T][G*D] */
+  graph_value v = graph_linear(g, h, w->wv, w->bv, "v");                         /* [T][G*D] */
+  q = graph_rope(g, graph_head_norm(g, q, w->q_norm));
+  k = graph_rope(g, graph_head_norm(g, k, w->k_norm));
+  graph_value attended = graph_attention(g, q, graph_kv_append(g, k, v));        /* [T][H*D] */
+  x = graph_add(g, x, graph_linear(g, attended, w->wo, w->bo, "attn_out"));      /* [T][E] */
+
+  h = graph_rmsnorm(g, x, w->ffn_norm);                                          /* [T][E] */
+  graph_value gate = graph_linear(g, h, w->w_gate, NULL, "gate");                /* [T][F] */
+  graph_value up = graph_linear(g, h, w->w_up, NULL, "up");                      /* [T][F] */
+  return graph_add(g, x, graph_linear(g, graph_swiglu(g, gate, up), w->w_down, NULL, "down")); /* [T][E] */
+}
+
+void arch_build(const struct model *model, struct graph *g)
+{
+  graph_value x = graph_embed(g, model->tok_embd);                               /* [T][E] */
+  for (int32_t i = 0; i < model->config.n_layers; i++) {
+    graph_set_layer(g, i);
+    x = arch_layer(g, &model->layers[i], x);
+  }
+  graph_set_layer(g, PROGRAM_NONE);
+  graph_value h = graph_rmsnorm(g, graph_select_rows(g, x), model->output_norm); /* [R][E] */
+  graph_output(g, graph_linear(g, h, model->output, NULL, "logits"));            /* [R][V] */
+}
+
+enum sits_status program_from_model_with(const struct model *model, uint32_t fusions, struct program **out, struct sits_error *err)
+{
+  const struct model_config *c = &model->config;
+  const struct program_dims dims = {
+      .n_layers = c->n_layers, .n_embd = c->n_embd, .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads, .head_dim = c->head_dim,
+      .n_ff = c->n_ff, .n_vocab = c->n_vocab, .max_context = c->max_context, .sliding_window = c->sliding_window, .rms_eps = c->rms_eps};
+  const struct program_rope rope = {
+      .style = c->rope_style == ROPE_INTERLEAVED ? PROGRAM_ROPE_INTERLEAVED : PROGRAM_ROPE_HALF_SPLIT,
+      .dims = c->rope_dims, .inv_freq = model->rope_inv_freq, .magnitude = model->rope_magnitude};
+  struct graph *graph = NULL;
+  enum sits_status status = graph_create(&dims, &rope, &graph, err);
+  if (status != SITS_OK) return status;
+  arch_build(model, graph);
+  status = graph_stitch(graph, fusions, out, err);
+  graph_destroy(graph);
+  return status;
+}
+
+enum sits_status program_from_model(const struct model *model, const struct backend_vtable *backend, struct program **out,
+                                    struct sits_error *err)
+{
+  return program_from_model_with(model, backend->fusions, out, err);
+}
