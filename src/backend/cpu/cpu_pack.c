@@ -40,12 +40,16 @@ static void plan_layout(struct cpu_weight *w)
   if (!f) {
     w->tile_bytes = cpu_round_up(k * n * (size_t)float_bytes(w->dtype), CPU_ALIGN_BYTES);
   } else {
-    size_t mins = f->has_min ? 1 : 0, scales = k / CPU_GROUP * 2 * n * (1 + mins);
-    if (f->is_super)
-      scales = k / CPU_BLOCK * (2 * n * (1 + mins) + 8 * f->halves * n * (mins && !f->is_nibble_scale ? 2 : 1));
-    w->scale_bytes = cpu_round_up(scales, CPU_ALIGN_BYTES);
+    size_t mins = f->has_min ? 1 : 0, header = 4 * n, chunk_groups = f->has_min ? 1 : 2;
+    if (f->is_super) {
+      chunk_groups = CPU_BLOCK / CPU_GROUP;
+      header = 2 * n * (1 + mins) + chunk_groups * f->halves * n * (mins && !f->is_nibble_scale ? 2 : 1);
+    }
+    w->chunk_groups = (int32_t)chunk_groups;
+    w->header_bytes = cpu_round_up(header, 4 * n);
     w->plane_bytes = n * 4 * (size_t)(f->low_bits + f->high_bits);
-    w->tile_bytes = w->scale_bytes + cpu_round_up(k / CPU_GROUP * w->plane_bytes, CPU_ALIGN_BYTES);
+    w->chunk_bytes = w->header_bytes + chunk_groups * w->plane_bytes;
+    w->tile_bytes = (k / CPU_GROUP + chunk_groups - 1) / chunk_groups * w->chunk_bytes;
   }
   w->n_bytes = tiles * w->tile_bytes;
 }
@@ -238,14 +242,14 @@ static void put_words(const uint8_t *from, int n_words, uint32_t flip, uint8_t *
   }
 }
 
-static void pack_row_simple(const struct cpu_weight *w, const uint8_t *row, size_t r, uint8_t *tile)
+static void pack_row_simple(const struct cpu_weight *w, const uint8_t *row, size_t r, int64_t tile)
 {
   const struct cpu_quant_format *f = w->format;
   size_t n = (size_t)w->tile, stride = n * 4, block_bytes = (size_t)sits_dtype_info(w->dtype)->block_bytes;
   int header = f->has_min ? 4 : 2;
   for (int64_t g = 0; g < w->k / CPU_GROUP; g++, row += block_bytes) {
-    uint8_t *scales = tile + (size_t)g * 2 * n * (f->has_min ? 2 : 1);
-    uint8_t *lane = tile + w->scale_bytes + (size_t)g * w->plane_bytes + 4 * r;
+    uint8_t *scales = cpu_weight_header(w, tile, g) + (size_t)(g % w->chunk_groups) * 2 * n;
+    uint8_t *lane = cpu_weight_planes(w, tile, g) + 4 * r;
     memcpy(scales + 2 * r, row, 2);
     if (f->has_min) memcpy(scales + 2 * n + 2 * r, row + 2, 2);
     if (f->high_bits) {
@@ -261,7 +265,7 @@ static void pack_row_simple(const struct cpu_weight *w, const uint8_t *row, size
   }
 }
 
-static void pack_row_super(const struct cpu_weight *w, const uint8_t *row, size_t r, uint8_t *tile)
+static void pack_row_super(const struct cpu_weight *w, const uint8_t *row, size_t r, int64_t tile)
 {
   const struct cpu_quant_format *f = w->format;
   size_t n = (size_t)w->tile, stride = n * 4, head = 2 * n * (f->has_min ? 2 : 1);
@@ -269,12 +273,12 @@ static void pack_row_super(const struct cpu_weight *w, const uint8_t *row, size_
   bool has_min_byte = f->has_min && !f->is_nibble_scale;
   size_t half_bytes = n * (has_min_byte ? 2 : 1);
   for (int64_t b = 0; b < w->k / CPU_BLOCK; b++, row += block_bytes) {
-    uint8_t *scales = tile + (size_t)b * (head + 8 * f->halves * half_bytes);
+    uint8_t *scales = cpu_weight_header(w, tile, b * 8);
     memcpy(scales + 2 * r, row + d_offset(w->dtype), 2);
     if (f->has_min) memcpy(scales + 2 * n + 2 * r, row + d_offset(w->dtype) + 2, 2);
     for (int g = 0; g < 8; g++) {
       struct block_group q;
-      uint8_t *lane = tile + w->scale_bytes + ((size_t)b * 8 + (size_t)g) * w->plane_bytes + 4 * r;
+      uint8_t *lane = cpu_weight_planes(w, tile, b * 8 + g) + 4 * r;
       read_super(w->dtype, row, g, &q);
       for (size_t h = 0; h < f->halves; h++) {
         uint8_t *at = scales + head + ((size_t)g * f->halves + h) * half_bytes + r;
@@ -307,8 +311,8 @@ void cpu_weight_pack(struct cpu_weight *w, const struct sits_utd *source, int64_
     for (int64_t r = 0; r < n; r++) {
       const uint8_t *row = (const uint8_t *)source->data + (size_t)(t * w->tile + r) * row_bytes;
       if (!w->format) pack_row_float(w, row, (size_t)r, tile);
-      else if (w->format->is_super) pack_row_super(w, row, (size_t)r, tile);
-      else pack_row_simple(w, row, (size_t)r, tile);
+      else if (w->format->is_super) pack_row_super(w, row, (size_t)r, t);
+      else pack_row_simple(w, row, (size_t)r, t);
     }
   }
 }

@@ -35,12 +35,12 @@ static float half_at(const uint8_t *at)
 }
 
 /* Effective d and m of the tile's rows: products of an f16 and an integer below 2^8 are exact in f32, so the order does not matter. */
-static void unpack_scales(const struct cpu_weight *w, const uint8_t *area, int64_t g, struct cpu_quant_group *out)
+static void unpack_scales(const struct cpu_weight *w, const uint8_t *header, int64_t g, struct cpu_quant_group *out)
 {
   const struct cpu_quant_format *f = w->format;
   size_t n = (size_t)w->tile, mins = f->has_min ? 1 : 0;
   if (!f->is_super) {
-    const uint8_t *at = area + (size_t)g * 2 * n * (1 + mins);
+    const uint8_t *at = header + (size_t)(g % w->chunk_groups) * 2 * n;
     for (size_t r = 0; r < n; r++) {
       out->d[0][r] = half_at(at + 2 * r);
       out->m[0][r] = mins ? half_at(at + 2 * n + 2 * r) : 0.0F;
@@ -48,11 +48,10 @@ static void unpack_scales(const struct cpu_weight *w, const uint8_t *area, int64
     return;
   }
   size_t bytes_a_half = n * (mins && !f->is_nibble_scale ? 2 : 1);
-  const uint8_t *block = area + (size_t)(g / 8) * (2 * n * (1 + mins) + 8 * f->halves * bytes_a_half);
   for (int h = 0; h < f->halves; h++) {
-    const uint8_t *sc = block + 2 * n * (1 + mins) + ((size_t)(g % 8) * f->halves + (size_t)h) * bytes_a_half;
+    const uint8_t *sc = header + 2 * n * (1 + mins) + ((size_t)(g % 8) * f->halves + (size_t)h) * bytes_a_half;
     for (size_t r = 0; r < n; r++) {
-      float d = half_at(block + 2 * r), dmin = mins ? half_at(block + 2 * n + 2 * r) : 0.0F;
+      float d = half_at(header + 2 * r), dmin = mins ? half_at(header + 2 * n + 2 * r) : 0.0F;
       int scale = f->is_nibble_scale ? sc[r] & 15 : (int8_t)sc[r];
       int min = !mins ? 0 : f->is_nibble_scale ? sc[r] >> 4 : sc[n + r];
       out->d[h][r] = d * (float)scale;
@@ -64,11 +63,10 @@ static void unpack_scales(const struct cpu_weight *w, const uint8_t *area, int64
 void cpu_quant_unpack(const struct cpu_weight *w, int64_t tile, int64_t g, struct cpu_quant_group *out)
 {
   const struct cpu_quant_format *f = w->format;
-  const uint8_t *area = w->data + (size_t)tile * w->tile_bytes;
-  const uint8_t *low = area + w->scale_bytes + (size_t)g * w->plane_bytes;
+  const uint8_t *low = cpu_weight_planes(w, tile, g);
   size_t lane_bytes = (size_t)w->tile * 4;
   const uint8_t *high = low + lane_bytes * f->low_bits;
-  unpack_scales(w, area, g, out);
+  unpack_scales(w, cpu_weight_header(w, tile, g), g, out);
   for (int v = 0; v < CPU_VECTORS; v++)
     for (size_t i = 0; i < lane_bytes; i++)
       out->u[i / 4][v * 4 + (int)(i % 4)] = (uint8_t)(plane_bits(low, f->low_bits, lane_bytes, v, i) |

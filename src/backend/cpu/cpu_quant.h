@@ -2,12 +2,14 @@
  * Only cpu_matmul*.c, cpu_pack*.c, cpu_quant*.c and their tests include it.
  *
  * Packed quantised weight, row tile of W rows (16 or 8), G = K / 32 groups. Every stored integer u is unsigned; the weight's value is
- * d * (u - offset) + m. Tiles follow one another; a tile is a scale area and, on the next multiple of 64 bytes, a plane area.
+ * d * (u - offset) + m. Tiles follow one another, and so do a tile's chunks: one linear stream, which prefetchers like. A chunk is a header
+ * of scales, padded to 4W bytes, and the planes of its groups:
  *
- *   scale area, 32-blocks (Q4_0 Q4_1 Q5_0 Q5_1 Q8_0), per group:   d f16[W]  (m f16[W])
- *   scale area, 256-blocks (K types), per block:                   d f16[W]  (dmin f16[W])  then 8 groups of `halves` times:
- *                                                                  sc i8[W]  (mn u8[W])     Q2_K: one byte, sc | mn << 4
- *   plane area, per group:  low bits, then high bits
+ *   header, Q4_1 Q5_1, chunks of 1 group:            d f16[W]  m f16[W]
+ *   header, Q4_0 Q5_0 Q8_0, chunks of 2 groups:      d f16[2][W]               (where G is odd the last chunk is half empty)
+ *   header, K types, chunks of 8 groups (a block):   d f16[W]  (dmin f16[W])  then 8 groups of `halves` times:
+ *                                                    sc i8[W]  (mn u8[W])      Q2_K: one byte, sc | mn << 4
+ *   planes, per group:  low bits, then high bits
  *     vector v = 0..7 of a group is W lanes of 4 bytes: lane r holds u of row r at k = 4v .. 4v+3
  *     8 bits: vectors 0..7 as they are                      8 * 4W bytes
  *     4 bits: 4 vectors, vector v in the low nibbles of v and vector v + 4 in the high ones
@@ -65,9 +67,9 @@ struct cpu_weight {
   const struct cpu_matmul_ops *ops;
   int64_t rows, k;
   int32_t tile;                       /* rows of a tile */
-  size_t scale_bytes;                 /* scale area of a tile, padded */
-  size_t plane_bytes;                 /* plane area of a group */
-  size_t tile_bytes;
+  int32_t chunk_groups;               /* quantised: groups of a chunk */
+  size_t header_bytes, plane_bytes;   /* of a chunk, of a group */
+  size_t chunk_bytes, tile_bytes;
   size_t n_bytes;
   uint8_t *data;
   bool owns_data;
@@ -84,6 +86,16 @@ struct cpu_matmul_ops {
 const struct cpu_matmul_ops *cpu_matmul_ops_scalar(void);
 const struct cpu_matmul_ops *cpu_matmul_ops_avx2(void);     /* NULL where the compiler does not target x86-64 */
 const struct cpu_matmul_ops *cpu_matmul_ops_avx512(void);
+
+/* Header of the chunk that holds group g of a row tile, and the group's planes. */
+static inline uint8_t *cpu_weight_header(const struct cpu_weight *w, int64_t tile, int64_t g)
+{
+  return w->data + (size_t)tile * w->tile_bytes + (size_t)(g / w->chunk_groups) * w->chunk_bytes;
+}
+static inline uint8_t *cpu_weight_planes(const struct cpu_weight *w, int64_t tile, int64_t g)
+{
+  return cpu_weight_header(w, tile, g) + w->header_bytes + (size_t)(g % w->chunk_groups) * w->plane_bytes;
+}
 
 const struct cpu_quant_format *cpu_quant_format(enum sits_dtype dtype); /* NULL unless quantised */
 
