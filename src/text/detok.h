@@ -21,10 +21,13 @@ struct detok_options {
 
 struct detok_piece {
   const char *text; size_t n_bytes; /* borrowed until the next call; may be empty */
-  int32_t n_tokens;                 /* tokens whose text is now fully out (their logprobs may be sent with this piece) */
+  int32_t n_tokens;                 /* tokens whose text is now fully out (their logprobs may be sent with this piece); at a stop string,
+                                       also those with text before the cut. Tokens wholly behind the cut are never counted */
   int32_t stop_index;               /* >= 0: this stop string matched, the sequence is over; -1 otherwise */
 };
 
+/* Of several stop strings the one whose match ends first wins, then the longest, then the first in the list. After a match every further
+ * call gives an empty piece. SITS_INVALID_ARGUMENT: a stop string that is empty or no valid UTF-8. */
 enum sits_status detok_create(const struct tokenizer *tokenizer, const struct detok_options *options, struct detok **out) SITS_MUST_CHECK;
 void detok_destroy(struct detok *detok);
 enum sits_status detok_push(struct detok *detok, int32_t token, struct detok_piece *piece) SITS_MUST_CHECK;

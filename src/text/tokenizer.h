@@ -1,8 +1,9 @@
 /* Tokenizer: text to ids and back. Byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece-style BPE with byte fallback (Llama 2,
  * Mistral), from a Hugging Face tokenizer.json or a GGUF vocabulary. Same ids as Hugging Face tokenizers / llama.cpp, case by case.
  *
- * Rules: 1. Immutable after load: any thread may encode and decode at once. 2. Without TOKENIZER_PARSE_SPECIAL, text that looks like
- * a special token is plain text: content from users never becomes a special token. 3. Encoding is linear (or n log n) in the length. */
+ * Rules: 1. Immutable after load: any thread may encode and decode at once. 2. Without TOKENIZER_PARSE_SPECIAL, text that looks like a
+ * special token is plain text: content from users never becomes a special token. 3. Encoding is linear (or n log n) in the text's length.
+ * 4. Added tokens that the model does not mark as special (Qwen's <tool_call>) are ordinary words and are recognised either way. */
 #ifndef SITS_TEXT_TOKENIZER_H
 #define SITS_TEXT_TOKENIZER_H
 
