@@ -1,4 +1,4 @@
-/* See detok.h. Bytes go through two waiting rooms: `tail` (at most 3 bytes, a character that is not finished) and `text` (valid UTF-8 that
+/* See detok.h. Bytes go through two waiting rooms: `tail` (at most 3 bytes, an unfinished character) and `text` (valid UTF-8 that
  * could still become part of a stop string). A queue of token ends, measured in bytes of the whole text, says when a token's text is out. */
 #include "text/detok.h"
 

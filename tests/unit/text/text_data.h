@@ -67,7 +67,7 @@ static inline const char *tokenizer_json_path(const char *name, char path[64], b
   snprintf(relative, sizeof relative, "tokenizers/%s/tokenizer.json.gz", name);
   const char *packed = data_path(relative);
   if (!packed) return NULL;
-  strcpy(path, "/tmp/sits_tokenizer_XXXXXX");
+  snprintf(path, 64, "/tmp/sits_tokenizer_XXXXXX");
   int fd = mkstemp(path);
   assert_true(fd >= 0);
   close(fd);
