@@ -1,5 +1,6 @@
 /* See detok.h. Bytes go through two waiting rooms: `tail` (at most 3 bytes, an unfinished character) and `text` (valid UTF-8 that
- * could still become part of a stop string). A queue of token ends, measured in bytes of the whole text, says when a token's text is out. */
+ * could still become part of a stop string). A queue of token ends, measured in bytes of the whole text, says when a token's text is
+ * out. */
 #include "text/detok.h"
 
 #include <string.h>
