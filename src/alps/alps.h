@@ -85,6 +85,7 @@ struct alps_plan {
   int32_t n_victims;
   int32_t *victims;            /* [max_seqs] to be pre-empted, when alps_plan returned SITS_AGAIN */
   int32_t n_tokens;
+  int32_t n_reserved_pages;    /* that the items need */
   int64_t budget_us, predicted_us;
   struct alps_cost_work work;  /* what the prediction was made from */
 };
@@ -104,6 +105,8 @@ void alps_enqueue(struct alps *alps, int32_t id, const struct alps_request *requ
 void alps_requeue(struct alps *alps, int32_t id, int32_t n_known);
 /* Entry `id` becomes a second running sequence beside `from`, which has finished its prompt. */
 void alps_fork(struct alps *alps, int32_t from, int32_t id);
+/* One of the sequences that the entry would fork into is not wanted any more. */
+void alps_narrow(struct alps *alps, int32_t id);
 /* The entry is gone, whatever its state. */
 void alps_remove(struct alps *alps, int32_t id);
 
@@ -120,6 +123,8 @@ void alps_offer(struct alps *alps, int32_t id, int32_t n_draft);
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us);
 
 void alps_counts(const struct alps *alps, struct alps_counts *out);
+/* Ids of running entries; borrowed until the next call that changes something. */
+int32_t alps_running(const struct alps *alps, const int32_t **ids);
 bool alps_is_running(const struct alps *alps, int32_t id);
 const struct alps_cost *alps_cost_model(const struct alps *alps);
 /* Abort when a rule of the planner's own state is broken. */

@@ -65,6 +65,8 @@ int32_t kv_attach(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
 int32_t kv_match(const struct kv *kv, struct kv_owner owner, const int32_t *tokens, int32_t n);
 /* Pages that kv_reserve(slot, n_tokens) would take from free and cached ones. */
 int32_t kv_need(const struct kv *kv, int32_t slot, int32_t n_tokens);
+/* Whether the next write will need a page of its own for a shared last page (copy-on-write). */
+bool kv_must_copy(const struct kv *kv, int32_t slot);
 /* Make positions [committed, n_tokens) writable. At most one move is added at *move (and *n_moves raised). SITS_AGAIN: nothing changed. */
 enum sits_status kv_reserve(struct kv *kv, int32_t slot, int32_t n_tokens, struct kv_move *move, int32_t *n_moves) SITS_MUST_CHECK;
 /* The next n positions now hold these tokens. Pages that fill up are indexed; reserved pages beyond the last token are given back. */

@@ -54,8 +54,7 @@ int32_t kv_attach(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
   return s->n_tokens;
 }
 
-/* Whether writing the next position would write into a page that others see. */
-static bool must_copy(const struct kv *kv, int32_t slot)
+bool kv_must_copy(const struct kv *kv, int32_t slot)
 {
   const struct kv_slot *s = &kv->slots[slot];
   if (s->n_tokens % KV_TOKENS == 0) return false;
@@ -67,7 +66,7 @@ int32_t kv_need(const struct kv *kv, int32_t slot, int32_t n_tokens)
   const struct kv_slot *s = &kv->slots[slot];
   int32_t n_new = kv_pages_for(n_tokens) - s->n_pages;
   if (n_new < 0) n_new = 0;
-  return n_new + (n_tokens > s->n_tokens && must_copy(kv, slot) ? 1 : 0);
+  return n_new + (n_tokens > s->n_tokens && kv_must_copy(kv, slot) ? 1 : 0);
 }
 
 enum sits_status kv_reserve(struct kv *kv, int32_t slot, int32_t n_tokens, struct kv_move *move, int32_t *n_moves)
@@ -76,7 +75,7 @@ enum sits_status kv_reserve(struct kv *kv, int32_t slot, int32_t n_tokens, struc
   assert(s->is_open);
   if (kv_pages_for(n_tokens) > kv->options.max_pages || kv_need(kv, slot, n_tokens) > kv_available(kv)) return SITS_AGAIN;
   int32_t *table = kv_table(kv, slot);
-  if (n_tokens > s->n_tokens && must_copy(kv, slot)) {
+  if (n_tokens > s->n_tokens && kv_must_copy(kv, slot)) {
     int32_t *last = &table[s->n_tokens / KV_TOKENS];
     int32_t copy = kv_page_take(kv);
     memcpy(kv_page_tokens(kv, copy), kv_page_tokens(kv, *last), KV_TOKENS * sizeof(int32_t));

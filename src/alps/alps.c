@@ -1,0 +1,294 @@
+/* Entries and their states, the counts, and what is learned from each step.
+ *
+ *   FREE --alps_enqueue--> WAITING --admit (inside alps_plan)--> RUNNING --alps_requeue--> WAITING
+ *   FREE --alps_fork-----> RUNNING      any state --alps_remove--> FREE
+ */
+#include "alps/alps.h"
+
+#include <assert.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "alps/alps_internal.h"
+#include "base/log.h"
+#include "base/mem.h"
+
+enum { DEFAULT_CHUNK_TOKENS = 2048, CONTROL_EVERY = 8 };
+
+static const int32_t DEFAULT_WEIGHTS[ALPS_CLASSES] = {64, 8, 1};
+
+static void init_tables(struct alps *alps)
+{
+  for (uint32_t i = 0; i < alps->n_buckets; i++) alps->tenant_buckets[i] = -1;
+  for (int32_t i = 0; i < alps->options.max_entries; i++) {
+    alps->tenants[i].hash_next = i + 1 < alps->options.max_entries ? i + 1 : -1;
+  }
+  for (int c = 0; c < ALPS_CLASSES; c++) alps->classes[c].tenants_root = -1;
+}
+
+static void set_defaults(struct alps_options *o)
+{
+  if (o->chunk_tokens <= 0) o->chunk_tokens = DEFAULT_CHUNK_TOKENS;
+  if (o->page_tokens <= 0) o->page_tokens = 64;
+  if (o->max_rows < o->max_seqs) o->max_rows = o->max_seqs;
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    if (o->class_weight[c] <= 0) o->class_weight[c] = DEFAULT_WEIGHTS[c];
+  }
+}
+
+enum sits_status alps_create(const struct alps_options *options, struct alps **out)
+{
+  if (options->max_entries <= 0 || options->max_seqs <= 0 || options->max_batch_tokens <= 0 || options->n_pages <= 0) {
+    return SITS_INVALID_ARGUMENT;
+  }
+  struct alps *alps = mem_calloc(1, sizeof *alps);
+  if (!alps) return SITS_NOMEM;
+  alps->options = *options;
+  set_defaults(&alps->options);
+  size_t n = (size_t)options->max_entries, s = (size_t)options->max_seqs;
+  alps->n_buckets = 16;
+  while (alps->n_buckets < n) alps->n_buckets *= 2;
+  alps->entries = mem_calloc(n, sizeof *alps->entries);
+  alps->entry_links = mem_calloc(n, sizeof *alps->entry_links);
+  alps->tenants = mem_calloc(n, sizeof *alps->tenants);
+  alps->tenant_links = mem_calloc(n, sizeof *alps->tenant_links);
+  alps->tenant_buckets = mem_calloc(alps->n_buckets, sizeof(int32_t));
+  alps->running = mem_calloc(s, sizeof(int32_t));
+  alps->prefill = mem_calloc(s, sizeof(int32_t));
+  alps->items = mem_calloc(s, sizeof *alps->items);
+  alps->victims = mem_calloc(s, sizeof(int32_t));
+  if (!alps->entries || !alps->entry_links || !alps->tenants || !alps->tenant_links || !alps->tenant_buckets || !alps->running ||
+      !alps->prefill || !alps->items || !alps->victims) {
+    alps_destroy(alps);
+    return SITS_NOMEM;
+  }
+  init_tables(alps);
+  alps_cost_init(&alps->cost, &options->prior);
+  alps->margin = 0.9;
+  alps->sequence_cap = options->max_seqs;
+  alps->next_order = 1;
+  *out = alps;
+  return SITS_OK;
+}
+
+void alps_destroy(struct alps *alps)
+{
+  if (!alps) return;
+  mem_free(alps->entries);
+  mem_free(alps->entry_links);
+  mem_free(alps->tenants);
+  mem_free(alps->tenant_links);
+  mem_free(alps->tenant_buckets);
+  mem_free(alps->running);
+  mem_free(alps->prefill);
+  mem_free(alps->items);
+  mem_free(alps->victims);
+  mem_free(alps);
+}
+
+/* A class that comes back from idling starts level with the busy ones, as a tenant does. */
+static void wake_class(struct alps *alps, int32_t service_class)
+{
+  struct alps_class *c = &alps->classes[service_class];
+  if (c->n_waiting > 0 || c->n_running > 0) return;
+  double least = INFINITY;
+  for (int i = 0; i < ALPS_CLASSES; i++) {
+    const struct alps_class *other = &alps->classes[i];
+    if (i != service_class && (other->n_waiting > 0 || other->n_running > 0)) least = fmin(least, other->pass);
+  }
+  if (isfinite(least) && c->pass < least) c->pass = least;
+}
+
+void alps_enqueue(struct alps *alps, int32_t id, const struct alps_request *request)
+{
+  struct alps_entry *e = &alps->entries[id];
+  assert(e->state == ALPS_FREE && request->n_known > 0 && request->width > 0);
+  wake_class(alps, request->service_class);
+  *e = (struct alps_entry){.state = ALPS_WAITING, .request = *request, .n_prompt = request->n_known, .run_at = -1,
+                           .order = alps->next_order++};
+  e->tenant = alps_tenant_acquire(alps, request->tenant, request->service_class);
+  alps_queue_add(alps, id);
+}
+
+void alps_start_running(struct alps *alps, int32_t id)
+{
+  struct alps_entry *e = &alps->entries[id];
+  assert(alps->n_running < alps->options.max_seqs);
+  e->state = ALPS_RUNNING;
+  e->run_at = alps->n_running;
+  e->admitted = alps->next_order++;
+  alps->running[alps->n_running++] = id;
+  alps->classes[e->request.service_class].n_running++;
+  alps->tenants[e->tenant].n_running++;
+  alps->n_unborn += e->request.width - 1;
+}
+
+static void stop_running(struct alps *alps, int32_t id)
+{
+  struct alps_entry *e = &alps->entries[id];
+  int32_t last = alps->running[--alps->n_running];
+  alps->running[e->run_at] = last;
+  alps->entries[last].run_at = e->run_at;
+  e->run_at = -1;
+  alps->classes[e->request.service_class].n_running--;
+  alps->tenants[e->tenant].n_running--;
+  alps->n_unborn -= e->request.width - 1;
+}
+
+void alps_requeue(struct alps *alps, int32_t id, int32_t n_known)
+{
+  struct alps_entry *e = &alps->entries[id];
+  assert(e->state == ALPS_RUNNING);
+  stop_running(alps, id);
+  e->state = ALPS_WAITING;
+  e->was_preempted = true;
+  e->is_held = false;
+  e->request.n_known = n_known;
+  e->n_computed = e->n_pages = e->copy_pages = e->n_draft = 0;
+  alps_queue_add(alps, id);
+}
+
+void alps_fork(struct alps *alps, int32_t from, int32_t id)
+{
+  struct alps_entry *e = &alps->entries[id], *f = &alps->entries[from];
+  assert(e->state == ALPS_FREE && f->state == ALPS_RUNNING && f->request.width > 1);
+  f->request.width--;
+  alps->n_unborn--;
+  *e = *f;
+  e->request.width = 1;
+  e->is_held = false;
+  e->order = alps->next_order++;
+  alps_start_running(alps, id);
+}
+
+void alps_narrow(struct alps *alps, int32_t id)
+{
+  struct alps_entry *e = &alps->entries[id];
+  assert(e->state != ALPS_FREE && e->request.width > 1);
+  e->request.width--;
+  if (e->state == ALPS_RUNNING) alps->n_unborn--;
+}
+
+void alps_remove(struct alps *alps, int32_t id)
+{
+  struct alps_entry *e = &alps->entries[id];
+  if (e->state == ALPS_FREE) return;
+  if (e->state == ALPS_WAITING) alps_queue_remove(alps, id);
+  else stop_running(alps, id);
+  int32_t n_output = e->request.n_known - e->n_prompt;
+  if (n_output > 0) alps->output_mean += (alps->output_mean > 0 ? 0.02 : 1) * (n_output - alps->output_mean);
+  alps_tenant_release(alps, e->tenant);
+  e->state = ALPS_FREE;
+}
+
+void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages)
+{
+  struct alps_entry *e = &alps->entries[id];
+  assert(e->state == ALPS_RUNNING && n_computed <= n_known);
+  if (n_computed > e->n_charged) {
+    alps_tenant_charge(alps, e->tenant, n_computed - e->n_charged);
+    e->n_charged = n_computed;
+  }
+  e->request.n_known = n_known;
+  e->n_computed = n_computed;
+  e->n_pages = n_pages;
+  e->copy_pages = copy_pages;
+  e->n_draft = 0;
+}
+
+void alps_hold(struct alps *alps, int32_t id, bool is_held)
+{
+  alps->entries[id].is_held = is_held;
+}
+
+void alps_offer(struct alps *alps, int32_t id, int32_t n_draft)
+{
+  alps->entries[id].n_draft = n_draft;
+}
+
+/* The safety factor and the batch size follow the measured P99: down fast while it is over the target, up slowly while it is under. */
+static void control(struct alps *alps)
+{
+  double p99 = alps_window_quantile(&alps->window, 0.99), target = (double)alps->options.itl_target_us;
+  if (p99 <= 0) return;
+  if (p99 > target) {
+    alps->margin = fmax(0.5, alps->margin * 0.98);
+    if (alps->margin <= 0.6) alps->sequence_cap = fmax(1, fmin(alps->sequence_cap, alps->n_running) * 0.97);
+  } else if (p99 < 0.97 * target) {
+    alps->margin = fmin(0.98, alps->margin + 0.002);
+    alps->sequence_cap = fmin(alps->options.max_seqs, alps->sequence_cap + 0.25);
+  }
+}
+
+void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
+{
+  alps_cost_observe(&alps->cost, &plan->work, (double)step_us);
+  alps_window_add(&alps->window, step_us, plan->n_decode);
+  if (alps->options.itl_target_us > 0 && ++alps->reports_since_control >= CONTROL_EVERY) {
+    alps->reports_since_control = 0;
+    control(alps);
+  }
+}
+
+void alps_counts(const struct alps *alps, struct alps_counts *out)
+{
+  *out = (struct alps_counts){.n_running = alps->n_running, .margin = alps->margin,
+                              .itl_p99_us = alps_window_quantile(&alps->window, 0.99)};
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    out->n_waiting_by_class[c] = alps->classes[c].n_waiting;
+    out->n_waiting += alps->classes[c].n_waiting;
+    out->waiting_tokens += alps->classes[c].waiting_tokens;
+  }
+}
+
+int32_t alps_running(const struct alps *alps, const int32_t **ids)
+{
+  *ids = alps->running;
+  return alps->n_running;
+}
+
+bool alps_is_running(const struct alps *alps, int32_t id)
+{
+  return alps->entries[id].state == ALPS_RUNNING;
+}
+
+const struct alps_cost *alps_cost_model(const struct alps *alps)
+{
+  return &alps->cost;
+}
+
+static void require(bool holds, const char *rule, int32_t id)
+{
+  if (holds) return;
+  log_error("alps", "invariant broken rule=\"%s\" id=%d", rule, id);
+  abort();
+}
+
+void alps_check(const struct alps *alps)
+{
+  int32_t n_waiting[ALPS_CLASSES] = {0}, n_running[ALPS_CLASSES] = {0}, n_unborn = 0;
+  int64_t tokens[ALPS_CLASSES] = {0};
+  for (int32_t id = 0; id < alps->options.max_entries; id++) {
+    const struct alps_entry *e = &alps->entries[id];
+    if (e->state == ALPS_FREE) continue;
+    int32_t c = e->request.service_class;
+    require(alps->tenants[e->tenant].key == e->request.tenant && alps->tenants[e->tenant].service_class == c, "an entry knows its tenant", id);
+    if (e->state == ALPS_WAITING) {
+      n_waiting[c]++;
+      tokens[c] += e->request.n_known;
+      require(e->n_pages == 0 && e->run_at < 0, "a waiting entry holds nothing", id);
+    } else {
+      n_running[c]++;
+      n_unborn += e->request.width - 1;
+      require(alps->running[e->run_at] == id, "a running entry is in the running list", id);
+    }
+  }
+  int32_t n_all = 0;
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    require(n_waiting[c] == alps->classes[c].n_waiting && tokens[c] == alps->classes[c].waiting_tokens, "waiting counts agree", c);
+    require(n_running[c] == alps->classes[c].n_running, "running counts agree", c);
+    n_all += n_running[c];
+  }
+  require(n_all == alps->n_running && n_unborn == alps->n_unborn, "the running list is complete", n_all);
+  require(alps->n_running + alps->n_unborn <= alps->options.max_seqs, "forks have their slots", alps->n_unborn);
+}

@@ -1,0 +1,88 @@
+/* Inside of ALPS; only files in src/alps include it. alps.c: entries and their states. alps_queue.c: who is served next.
+ * alps_plan.c: one step. alps_cost.c, alps_window.c, alps_heap.c: their headers say. */
+#ifndef SITS_ALPS_ALPS_INTERNAL_H
+#define SITS_ALPS_ALPS_INTERNAL_H
+
+#include "alps/alps.h"
+#include "alps/alps_heap.h"
+#include "alps/alps_window.h"
+
+enum alps_state { ALPS_FREE, ALPS_WAITING, ALPS_RUNNING };
+
+struct alps_entry {
+  enum alps_state state;
+  struct alps_request request;  /* as given; n_known kept current */
+  int32_t tenant;               /* index of its alps_tenant */
+  int32_t n_prompt;             /* n_known when it first came */
+  int32_t n_computed, n_pages, copy_pages, n_draft;
+  int32_t n_charged;            /* computed tokens that its tenant has been charged */
+  int32_t run_at;               /* place in alps.running */
+  uint64_t order;               /* of arrival, unique */
+  uint64_t admitted;            /* of admission, unique */
+  bool is_held, was_preempted;
+};
+
+/* One tenant in one class, while it has entries. */
+struct alps_tenant {
+  uint64_t key;
+  int32_t service_class;
+  int32_t waiting_root;         /* heap of its waiting entries */
+  int32_t n_waiting, n_running;
+  double served;                /* tokens served so far, from the class's virtual time at its first entry on */
+  double unsorted;              /* served since it was last placed in the class's heap; folded in when it comes to the top */
+  int32_t hash_next;            /* bucket chain; free list when unused */
+};
+
+struct alps_class {
+  int32_t tenants_root;         /* heap of tenants with waiting entries, least served first */
+  int32_t n_waiting, n_running;
+  int64_t waiting_tokens;
+  double virtual_served;        /* of the tenant served last: where a new tenant starts */
+  double pass;                  /* stride scheduling: time received / weight */
+  double credit_us;             /* time that its decodes may take while a higher class is short of time */
+  bool was_active;
+};
+
+struct alps {
+  struct alps_options options;
+  struct alps_entry *entries;   /* [max_entries] */
+  struct alps_link *entry_links;
+  struct alps_tenant *tenants;  /* [max_entries] */
+  struct alps_link *tenant_links;
+  int32_t *tenant_buckets;
+  uint32_t n_buckets;           /* a power of two */
+  int32_t tenant_free;
+  struct alps_class classes[ALPS_CLASSES];
+  int32_t *running;             /* [max_seqs], unordered */
+  int32_t n_running;
+  int32_t n_unborn;             /* sequences that running entries will fork into */
+  int32_t *prefill;             /* [max_seqs] scratch: running entries in prefill, in order of service */
+  int32_t n_prefill;
+  struct alps_item *items;
+  int32_t *victims;
+  uint64_t next_order;
+  struct alps_cost cost;
+  struct alps_window window;
+  double margin;                /* share of the target that a step may plan for */
+  double sequence_cap;          /* dynamic batch size */
+  int32_t reports_since_control;
+  double output_mean;           /* tokens that finished sequences made, moving average; 0 = none seen */
+  bool is_filling;              /* ALPS_STATIC: the batch takes more requests */
+};
+
+void alps_start_running(struct alps *alps, int32_t id); /* from WAITING (taken off its queue) or newly forked */
+
+void alps_queue_add(struct alps *alps, int32_t id);
+void alps_queue_remove(struct alps *alps, int32_t id);
+/* The entry that would be served next in a class, -1 when none waits. */
+int32_t alps_queue_top(struct alps *alps, int32_t service_class);
+int32_t alps_tenant_acquire(struct alps *alps, uint64_t key, int32_t service_class); /* there is always room: one per entry */
+void alps_tenant_release(struct alps *alps, int32_t tenant);                         /* once it has no entries */
+void alps_tenant_charge(struct alps *alps, int32_t tenant, double n_tokens);
+
+static inline bool alps_is_decoding(const struct alps_entry *entry)
+{
+  return entry->request.n_known - entry->n_computed == 1 && entry->request.n_known > entry->n_prompt;
+}
+
+#endif

@@ -1,0 +1,370 @@
+/* One step's plan. alps_plan: gather running entries, leave out decodes of classes that must wait (time slices), find pages for the
+ * decodes, then fill what time, tokens, rows and pages are left with prompt chunks, class by class in order of their passes.
+ * The other policies (whole prompts, fixed chunks, static batches) differ only in their limits; see limits(). */
+#include <assert.h>
+#include <math.h>
+#include <string.h>
+
+#include "alps/alps_internal.h"
+
+static const double PREFILL_FLOOR = 0.05;  /* share of the target that prefill may always take, so that it cannot starve */
+static const double DECODE_CEILING = 0.9;  /* share of the budget that decodes alone may take before admission stops */
+static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */
+
+struct planner {
+  struct alps *alps;
+  struct alps_plan *plan;
+  int32_t n_available;          /* pages left */
+  int32_t tokens_left, rows_left;
+  double time_left_us;          /* INFINITY: no target */
+  int64_t growth_pages;         /* that running entries are projected to need still */
+  struct alps_cost_work decodes[ALPS_CLASSES]; /* of all running entries, as if each were decoding */
+  int32_t prefill_at[ALPS_CLASSES], prefill_end[ALPS_CLASSES];
+  bool may_admit, may_decode;
+  bool wants_victim;            /* a higher class could not be admitted for want of room */
+  int32_t victim_above;         /* only entries of classes after this one may be victims */
+};
+
+static int32_t pages_for(const struct alps *alps, int64_t n_tokens)
+{
+  return (int32_t)((n_tokens + alps->options.page_tokens - 1) / alps->options.page_tokens);
+}
+
+static int32_t page_need(const struct alps *alps, const struct alps_entry *e, int32_t n_tokens)
+{
+  int32_t n = pages_for(alps, (int64_t)e->n_computed + n_tokens) - e->n_pages;
+  return (n > 0 ? n : 0) + e->copy_pages;
+}
+
+/* Tokens that an entry is expected to hold at its end. */
+static int64_t projected_tokens(const struct alps *alps, const struct alps_entry *e)
+{
+  int64_t limit = e->request.n_limit;
+  if (alps->output_mean <= 0) return limit;
+  int64_t guess = e->n_prompt + (int64_t)(OUTPUT_GUESS * alps->output_mean) + 1;
+  int64_t least = (int64_t)e->request.n_known + alps->options.page_tokens / 4;
+  if (guess < least) guess = least;
+  return guess < limit ? guess : limit;
+}
+
+static int64_t projected_growth(const struct alps *alps, const struct alps_entry *e)
+{
+  int64_t whole = pages_for(alps, projected_tokens(alps, e));
+  int64_t outputs = whole - e->n_prompt / alps->options.page_tokens;
+  int64_t n = whole - e->n_pages + (e->request.width - 1) * outputs + e->copy_pages;
+  return n > 0 ? n : 0;
+}
+
+static bool serves_before(const struct alps *alps, int32_t a, int32_t b)
+{
+  const struct alps_entry *x = &alps->entries[a], *y = &alps->entries[b];
+  if (x->request.service_class != y->request.service_class) return x->request.service_class < y->request.service_class;
+  if (x->request.priority != y->request.priority) return x->request.priority < y->request.priority;
+  return x->admitted < y->admitted;
+}
+
+static void add_item(struct planner *p, int32_t id, int32_t n_tokens, bool is_last)
+{
+  struct alps_plan *plan = p->plan;
+  plan->items[plan->n_items++] = (struct alps_item){.id = id, .n_tokens = n_tokens, .is_last = is_last};
+  plan->n_tokens += n_tokens;
+  p->tokens_left -= n_tokens;
+}
+
+/* Count what a running entry will need. */
+static void expect(struct planner *p, const struct alps_entry *e)
+{
+  p->growth_pages += projected_growth(p->alps, e);
+  for (int32_t i = 0; i < e->request.width; i++) alps_cost_add_decode(&p->decodes[e->request.service_class], e->request.n_known);
+}
+
+/* Sort prompts by service order and find where each class begins. */
+static void gather_prefill(struct planner *p)
+{
+  struct alps *alps = p->alps;
+  alps->n_prefill = 0;
+  for (int32_t i = 0; i < alps->n_running; i++) {
+    int32_t id = alps->running[i];
+    const struct alps_entry *e = &alps->entries[id];
+    expect(p, e);
+    if (e->is_held || alps_is_decoding(e)) continue;
+    int32_t at = alps->n_prefill++;
+    while (at > 0 && serves_before(alps, id, alps->prefill[at - 1])) {
+      alps->prefill[at] = alps->prefill[at - 1];
+      at--;
+    }
+    alps->prefill[at] = id;
+  }
+  int32_t at = 0;
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    p->prefill_at[c] = at;
+    while (at < alps->n_prefill && alps->entries[alps->prefill[at]].request.service_class == c) at++;
+    p->prefill_end[c] = at;
+  }
+}
+
+static double decode_cost(const struct alps_cost *cost, const struct alps_cost_work *work)
+{
+  return cost->w[1] * work->n_decode + cost->w[2] * (double)work->decode_kv_tokens / 1024;
+}
+
+/* Time slices: while a higher class has prompts to read, a lower class decodes only as often as its share of time allows. */
+static void choose_classes(struct planner *p, const struct alps_cost_work work[ALPS_CLASSES], bool decodes[ALPS_CLASSES])
+{
+  struct alps *alps = p->alps;
+  double step_us = alps->options.itl_target_us > 0 ? (double)alps->options.itl_target_us : 0;
+  int32_t busiest = ALPS_CLASSES;
+  for (int c = ALPS_CLASSES - 1; c >= 0; c--) {
+    if (p->prefill_at[c] < p->prefill_end[c] || alps->classes[c].n_waiting > 0) busiest = c;
+  }
+  int64_t weights = 0;
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    if (alps->classes[c].n_running + alps->classes[c].n_waiting > 0) weights += alps->options.class_weight[c];
+    if (step_us <= 0) step_us += decode_cost(&alps->cost, &work[c]);
+  }
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    struct alps_class *class = &alps->classes[c];
+    double cost = decode_cost(&alps->cost, &work[c]);
+    decodes[c] = true;
+    if (work[c].n_decode == 0 || c <= busiest || alps->options.policy != ALPS_BUDGET) {
+      class->credit_us = cost;
+      continue;
+    }
+    class->credit_us += step_us * alps->options.class_weight[c] / (double)weights;
+    if (class->credit_us < cost) decodes[c] = false;
+    else class->credit_us = fmin(class->credit_us - cost, cost);
+  }
+}
+
+/* Put the decodes into the plan. Returns false when there are not pages enough for them. */
+static bool plan_decodes(struct planner *p)
+{
+  struct alps *alps = p->alps;
+  struct alps_cost_work by_class[ALPS_CLASSES] = {{0}};
+  bool decodes[ALPS_CLASSES];
+  for (int32_t i = 0; i < alps->n_running; i++) {
+    const struct alps_entry *e = &alps->entries[alps->running[i]];
+    if (!e->is_held && alps_is_decoding(e)) alps_cost_add_decode(&by_class[e->request.service_class], e->request.n_known);
+  }
+  choose_classes(p, by_class, decodes);
+  for (int32_t i = 0; i < alps->n_running && p->tokens_left > 0 && p->rows_left > 0; i++) {
+    int32_t id = alps->running[i];
+    struct alps_entry *e = &alps->entries[id];
+    if (e->is_held || !alps_is_decoding(e) || !decodes[e->request.service_class]) continue;
+    int32_t n_draft = e->n_draft;
+    if (n_draft > p->tokens_left - 1) n_draft = p->tokens_left - 1;
+    if (n_draft > p->rows_left - 1) n_draft = p->rows_left - 1;
+    if (page_need(alps, e, 1 + n_draft) > p->n_available) n_draft = 0;
+    int32_t need = page_need(alps, e, 1);
+    if (need > p->n_available) return false;
+    p->n_available -= page_need(alps, e, 1 + n_draft);
+    p->rows_left -= 1 + n_draft;
+    add_item(p, id, 1 + n_draft, true);
+    alps_cost_add_decode(&p->plan->work, e->request.n_known);
+  }
+  p->plan->n_decode = p->plan->n_items;
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    if (decodes[c]) alps->classes[c].pass += decode_cost(&alps->cost, &by_class[c]) / alps->options.class_weight[c];
+  }
+  return true;
+}
+
+/* The running entry that loses its pages first: lowest class, then least important, then newest. -1 when there is none but `keep`. */
+static int32_t choose_victim(const struct alps *alps, int32_t above_class, int32_t keep)
+{
+  int32_t worst = -1;
+  for (int32_t i = 0; i < alps->n_running; i++) {
+    int32_t id = alps->running[i];
+    if (id == keep || alps->entries[id].request.service_class <= above_class) continue;
+    if (worst < 0 || serves_before(alps, worst, id)) worst = id;
+  }
+  return worst;
+}
+
+static int32_t best_running(const struct alps *alps)
+{
+  int32_t best = -1;
+  for (int32_t i = 0; i < alps->n_running; i++) {
+    if (best < 0 || serves_before(alps, alps->running[i], best)) best = alps->running[i];
+  }
+  return best;
+}
+
+/* Whether there is room for one more entry: slots, pages up to its projected end, and time for its decoding. */
+static bool has_room(const struct planner *p, const struct alps_entry *e)
+{
+  const struct alps *alps = p->alps;
+  const struct alps_options *o = &alps->options;
+  int32_t n_after = alps->n_running + alps->n_unborn + e->request.width;
+  if (n_after > o->max_seqs || p->plan->n_items >= o->max_seqs) return false;
+  if (alps->n_running == 0) return true;
+  if (p->growth_pages + projected_growth(alps, e) > p->n_available) return false;
+  if (o->policy != ALPS_BUDGET || o->itl_target_us == 0) return true;
+  if (n_after > alps->sequence_cap) return false;
+  struct alps_cost_work work = {0};
+  for (int c = 0; c <= e->request.service_class; c++) {
+    work.n_decode += p->decodes[c].n_decode;
+    work.decode_kv_tokens += p->decodes[c].decode_kv_tokens;
+  }
+  for (int32_t i = 0; i < e->request.width; i++) alps_cost_add_decode(&work, e->request.n_known);
+  return alps_cost_predict(&alps->cost, &work) <= DECODE_CEILING * alps->margin * (double)o->itl_target_us;
+}
+
+/* Take the next waiting entry of a class into service, if there is room for it; -1 if not. */
+static int32_t admit_next(struct planner *p, int32_t service_class, alps_admit_fn admit, void *user)
+{
+  struct alps *alps = p->alps;
+  int32_t id = p->may_admit ? alps_queue_top(alps, service_class) : -1;
+  if (id < 0) return -1;
+  struct alps_entry *e = &alps->entries[id];
+  if (!has_room(p, e)) {
+    int32_t victim = choose_victim(alps, service_class, -1);
+    if (alps->options.policy == ALPS_BUDGET && victim >= 0 && p->plan->n_items == p->plan->n_decode &&
+        alps->classes[alps->entries[victim].request.service_class].pass >= alps->classes[service_class].pass) {
+      p->wants_victim = true;
+      p->victim_above = service_class;
+    }
+    return -1;
+  }
+  struct alps_admitted got = {.n_available = p->n_available};
+  alps_queue_remove(alps, id);
+  alps_start_running(alps, id);
+  admit(user, id, &got);
+  e->n_computed = got.n_computed;
+  e->n_pages = got.n_pages;
+  if (e->n_charged < got.n_computed) e->n_charged = got.n_computed;
+  e->copy_pages = 0;
+  expect(p, e);
+  p->n_available = got.n_available - p->plan->n_reserved_pages;
+  return id;
+}
+
+/* Round a chunk that does not end its prompt down to what matrix kernels like. */
+static int32_t round_chunk(int32_t n_tokens)
+{
+  if (n_tokens >= 256) return n_tokens / 64 * 64;
+  if (n_tokens >= 32) return n_tokens / 16 * 16;
+  return n_tokens;
+}
+
+/* The largest chunk of this entry that every limit allows. */
+static int32_t chunk_for(const struct planner *p, const struct alps_entry *e)
+{
+  const struct alps *alps = p->alps;
+  int32_t left = e->request.n_known - e->n_computed, n = left;
+  if (n > p->tokens_left) n = p->tokens_left;
+  int64_t by_pages = ((int64_t)e->n_pages + p->n_available - e->copy_pages) * alps->options.page_tokens - e->n_computed;
+  if (n > by_pages) n = by_pages < 0 ? 0 : (int32_t)by_pages;
+  if (e->request.wants_rows && n > p->rows_left) n = p->rows_left;
+  if (n == left && p->rows_left == 0) n--;
+  if (isfinite(p->time_left_us)) n = alps_cost_chunk(&alps->cost, p->time_left_us, e->n_computed, n);
+  return n < left ? round_chunk(n) : n;
+}
+
+static void plan_chunk(struct planner *p, int32_t id, int32_t n_tokens)
+{
+  struct alps *alps = p->alps;
+  const struct alps_entry *e = &alps->entries[id];
+  bool is_last = n_tokens == e->request.n_known - e->n_computed;
+  struct alps_cost_work work = {0};
+  alps_cost_add_chunk(&work, n_tokens, e->n_computed);
+  double cost = alps_cost_predict(&alps->cost, &work) - alps->cost.w[0];
+  int32_t need = page_need(alps, e, n_tokens);
+  p->n_available -= need;
+  p->plan->n_reserved_pages += need;
+  p->rows_left -= e->request.wants_rows ? n_tokens : is_last;
+  p->time_left_us -= cost;
+  alps->classes[e->request.service_class].pass += cost / alps->options.class_weight[e->request.service_class];
+  alps_cost_add_chunk(&p->plan->work, n_tokens, e->n_computed);
+  add_item(p, id, n_tokens, is_last);
+}
+
+static int32_t least_pass(const struct alps *alps, const bool done[ALPS_CLASSES])
+{
+  int32_t best = -1;
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    if (!done[c] && (best < 0 || alps->classes[c].pass < alps->classes[best].pass)) best = c;
+  }
+  return best;
+}
+
+static void plan_prefill(struct planner *p, alps_admit_fn admit, void *user)
+{
+  struct alps *alps = p->alps;
+  bool done[ALPS_CLASSES] = {false};
+  for (;;) {
+    int32_t c = least_pass(alps, done);
+    if (c < 0 || p->tokens_left <= 0 || !(p->time_left_us > 0) || p->plan->n_items >= alps->options.max_seqs || p->wants_victim) return;
+    int32_t id = p->prefill_at[c] < p->prefill_end[c] ? alps->prefill[p->prefill_at[c]++] : admit_next(p, c, admit, user);
+    if (id < 0) {
+      done[c] = true;
+      continue;
+    }
+    int32_t n = chunk_for(p, &alps->entries[id]);
+    if (n > 0) plan_chunk(p, id, n);
+    else if (p->prefill_at[c] >= p->prefill_end[c]) done[c] = true;
+  }
+}
+
+/* What each policy allows in this step. */
+static void limits(struct planner *p)
+{
+  struct alps *alps = p->alps;
+  const struct alps_options *o = &alps->options;
+  p->may_admit = p->may_decode = true;
+  p->time_left_us = INFINITY;
+  switch (o->policy) {
+    case ALPS_BUDGET: break;
+    case ALPS_WHOLE: break;
+    case ALPS_CHUNKED:
+      if (p->tokens_left > o->chunk_tokens) p->tokens_left = o->chunk_tokens;
+      break;
+    case ALPS_STATIC:
+      /* A batch takes requests until its prompts are read; then it decodes to the last token of its longest answer. */
+      if (alps->n_running == 0) alps->is_filling = true;
+      else if (alps->n_prefill == 0) alps->is_filling = false;
+      p->may_admit = alps->is_filling;
+      p->may_decode = !alps->is_filling;
+      break;
+  }
+}
+
+static void set_budget(struct planner *p)
+{
+  struct alps *alps = p->alps;
+  const struct alps_options *o = &alps->options;
+  if (o->policy != ALPS_BUDGET || o->itl_target_us == 0 || p->plan->n_decode == 0) return;
+  double target = (double)o->itl_target_us, decodes = alps_cost_predict(&alps->cost, &p->plan->work);
+  p->plan->budget_us = (int64_t)(target * alps->margin);
+  p->time_left_us = fmax(target * alps->margin - decodes, PREFILL_FLOOR * target);
+}
+
+enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user, struct alps_plan *plan)
+{
+  (void)now_us;
+  *plan = (struct alps_plan){.items = alps->items, .victims = alps->victims};
+  struct planner p = {.alps = alps, .plan = plan, .n_available = n_available, .tokens_left = alps->options.max_batch_tokens,
+                      .rows_left = alps->options.max_rows};
+  gather_prefill(&p);
+  limits(&p);
+  bool has_pages = true;
+  if (alps->options.policy == ALPS_WHOLE) {
+    plan_prefill(&p, admit, user);
+    if (plan->n_items == 0) has_pages = plan_decodes(&p);
+  } else {
+    if (p.may_decode) has_pages = plan_decodes(&p);
+    plan->n_reserved_pages = n_available - p.n_available;
+    set_budget(&p);
+    if (has_pages) plan_prefill(&p, admit, user);
+  }
+  bool is_stuck = has_pages && plan->n_items == 0 && alps->n_running > 1 && alps->n_prefill > 0;
+  if (p.wants_victim || !has_pages || is_stuck) {
+    int32_t victim = choose_victim(alps, p.wants_victim ? p.victim_above : -1, best_running(alps));
+    if (victim >= 0) {
+      plan->victims[plan->n_victims++] = victim;
+      return SITS_AGAIN;
+    }
+  }
+  plan->predicted_us = (int64_t)alps_cost_predict(&alps->cost, &plan->work);
+  return SITS_OK;
+}

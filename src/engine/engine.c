@@ -1,0 +1,267 @@
+/* The engine's own life: creation, the thread, draining, stopping, failure. */
+#include <string.h>
+#include <time.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mem.h"
+#include "engine/engine_internal.h"
+
+enum { DEFAULT_MAX_WAITING = 1024, IDLE_US = 100 * 1000, HELD_US = 1000, ENTRIES_PER_WAITING = 2 };
+
+static enum sits_status check_options(const struct engine_options *o, struct sits_error *err)
+{
+  if (!o->vtable || !o->program || !o->kv) return sits_fail(err, SITS_INVALID_ARGUMENT, "engine: no backend");
+  if (o->geometry.n_pages <= 0 || o->n_vocab <= 0) return sits_fail(err, SITS_INVALID_ARGUMENT, "engine: no pages or no vocabulary");
+  if (o->max_num_seqs <= 0 || o->max_num_batched_tokens <= 0 || o->max_rows < o->max_num_seqs) {
+    return sits_fail(err, SITS_INVALID_ARGUMENT, "engine: max_num_seqs, max_num_batched_tokens and max_rows must be positive and in order");
+  }
+  if (o->max_num_batched_tokens < o->max_num_seqs) {
+    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "max_num_batched_tokens", "must be at least max_num_seqs (%d)", o->max_num_seqs);
+  }
+  int64_t holds = (int64_t)o->geometry.n_pages * KV_PAGE_TOKENS;
+  if (o->max_model_len <= 0 || o->max_model_len > holds) {
+    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "max_model_len", "must be in [1, %lld], the tokens that the page memory holds",
+                           (long long)holds);
+  }
+  return SITS_OK;
+}
+
+static bool alloc_arrays(struct sits_engine *e)
+{
+  const struct engine_options *o = &e->options;
+  size_t n = (size_t)e->max_entries, s = (size_t)o->max_num_seqs, t = (size_t)o->max_num_batched_tokens, r = (size_t)o->max_rows;
+  e->end_ids = mem_calloc((size_t)o->n_end_ids + 1, sizeof(int32_t));
+  e->by_id = mem_calloc(n, sizeof *e->by_id);
+  e->free_ids = mem_calloc(n, sizeof(int32_t));
+  e->deadlines = mem_calloc(n, sizeof *e->deadlines);
+  e->news = mem_calloc(n, sizeof *e->news);
+  e->moves = mem_calloc(s, sizeof *e->moves);
+  e->copies = mem_calloc(s, sizeof *e->copies);
+  e->tokens = mem_calloc(t, sizeof(int32_t));
+  e->positions = mem_calloc(t, sizeof(int32_t));
+  e->seq_start = mem_calloc(s + 1, sizeof(int32_t));
+  e->kv_len = mem_calloc(s, sizeof(int32_t));
+  e->tables = mem_calloc(s * (size_t)e->stride, sizeof(int32_t));
+  e->row_token = mem_calloc(r, sizeof(int32_t));
+  e->rows = mem_calloc(r, sizeof *e->rows);
+  return e->end_ids && e->by_id && e->free_ids && e->deadlines && e->news && e->moves && e->copies && e->tokens && e->positions &&
+         e->seq_start && e->kv_len && e->tables && e->row_token && e->rows;
+}
+
+static enum sits_status create_parts(struct sits_engine *e)
+{
+  const struct engine_options *o = &e->options;
+  struct kv_options kv = {.n_pages = o->geometry.n_pages, .n_slots = o->max_num_seqs, .max_pages = e->stride,
+                          .n_host_pages = o->n_host_pages, .prefix_caching = o->prefix_caching};
+  struct alps_options alps = {.policy = o->chunked_prefill_off ? ALPS_WHOLE : ALPS_BUDGET, .max_entries = e->max_entries,
+                              .max_seqs = o->max_num_seqs, .max_batch_tokens = o->max_num_batched_tokens, .max_rows = o->max_rows,
+                              .page_tokens = KV_TOKENS, .n_pages = o->geometry.n_pages, .itl_target_us = o->itl_target_us};
+  enum sits_status status = kv_create(&kv, &e->pages);
+  if (status == SITS_OK) status = alps_create(&alps, &e->alps);
+  if (status == SITS_OK) status = engine_sampler_init(&e->sampler, o->n_vocab);
+  if (status == SITS_OK && o->n_host_pages > 0) {
+    e->host_memory = mem_aligned(64, (size_t)o->n_host_pages * e->page_bytes);
+    if (!e->host_memory) status = SITS_NOMEM;
+  }
+  return status;
+}
+
+static void init_sync(struct sits_engine *e)
+{
+  pthread_condattr_t attr;
+  pthread_condattr_init(&attr);
+  pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+  pthread_mutex_init(&e->inbox_mutex, NULL);
+  pthread_mutex_init(&e->stats_mutex, NULL);
+  pthread_cond_init(&e->inbox_cond, &attr);
+  pthread_cond_init(&e->idle_cond, &attr);
+  pthread_condattr_destroy(&attr);
+}
+
+enum sits_status engine_create(const struct engine_options *options, struct sits_engine **out, struct sits_error *err)
+{
+  enum sits_status status = check_options(options, err);
+  if (status != SITS_OK) return status;
+  struct sits_engine *e = mem_calloc(1, sizeof *e);
+  if (!e) return sits_fail(err, SITS_NOMEM, "engine: out of memory");
+  init_sync(e);
+  e->options = *options;
+  if (e->options.max_waiting_requests <= 0) e->options.max_waiting_requests = DEFAULT_MAX_WAITING;
+  if (e->options.spec_max_running <= 0) e->options.spec_max_running = 8;
+  e->max_entries = ENTRIES_PER_WAITING * (e->options.max_waiting_requests + options->max_num_seqs) + SITS_MAX_CHOICES;
+  e->stride = (options->max_model_len + KV_TOKENS - 1) / KV_TOKENS;
+  e->page_bytes = options->vtable->kv_page_bytes(&options->geometry);
+  e->page_copy_us = (double)e->page_bytes / 4000; /* 4 GB/s until it is measured */
+  if (!alloc_arrays(e)) status = SITS_NOMEM;
+  if (status == SITS_OK) status = create_parts(e);
+  if (status != SITS_OK) {
+    engine_destroy(e);
+    return sits_fail(err, status, "engine: out of memory for %d sequences and %d pages", options->max_num_seqs, options->geometry.n_pages);
+  }
+  if (options->n_end_ids > 0) memcpy(e->end_ids, options->end_ids, (size_t)options->n_end_ids * sizeof(int32_t));
+  for (int32_t i = 0; i < e->max_entries; i++) e->free_ids[i] = e->max_entries - 1 - i;
+  e->n_free_ids = e->max_entries;
+  engine_stats_init(&e->stats);
+  atomic_store(&e->state, ENGINE_CREATED);
+  atomic_store(&e->heartbeat_us, clock_monotonic_us());
+  engine_stats_publish(e);
+  *out = e;
+  return SITS_OK;
+}
+
+void engine_destroy(struct sits_engine *e)
+{
+  if (!e) return;
+  if (atomic_load(&e->n_requests) > 0) engine_stop(e, 0);
+  while (e->cancel_first) { /* cancelled after they had ended */
+    struct sits_request *request = e->cancel_first;
+    e->cancel_first = request->cancel_next;
+    engine_request_unref(request);
+  }
+  kv_destroy(e->pages);
+  alps_destroy(e->alps);
+  engine_sampler_fini(&e->sampler);
+  mem_free(e->host_memory);
+  mem_free(e->end_ids);
+  mem_free(e->by_id);
+  mem_free(e->free_ids);
+  mem_free(e->deadlines);
+  mem_free(e->news);
+  mem_free(e->moves);
+  mem_free(e->copies);
+  mem_free(e->tokens);
+  mem_free(e->positions);
+  mem_free(e->seq_start);
+  mem_free(e->kv_len);
+  mem_free(e->tables);
+  mem_free(e->row_token);
+  mem_free(e->rows);
+  pthread_cond_destroy(&e->idle_cond);
+  pthread_cond_destroy(&e->inbox_cond);
+  pthread_mutex_destroy(&e->stats_mutex);
+  pthread_mutex_destroy(&e->inbox_mutex);
+  mem_free(e);
+}
+
+static struct timespec timespec_of(int64_t monotonic_us)
+{
+  return (struct timespec){.tv_sec = monotonic_us / 1000000, .tv_nsec = monotonic_us % 1000000 * 1000};
+}
+
+/* Sleep until there is news from outside, a deadline passes, a slow consumer may have made room, or the heartbeat is due. */
+static void wait_for_work(struct sits_engine *e)
+{
+  int64_t now_us = clock_monotonic_us(), until_us = now_us + (e->n_held > 0 ? HELD_US : IDLE_US);
+  if (e->n_deadlines > 0 && e->deadlines[0]->params.deadline_us < until_us) until_us = e->deadlines[0]->params.deadline_us;
+  struct timespec until = timespec_of(until_us);
+  pthread_mutex_lock(&e->inbox_mutex);
+  if (!e->inbox_first && !e->cancel_first && !e->wants_stop && until_us > now_us) {
+    e->is_sleeping = true;
+    pthread_cond_timedwait(&e->inbox_cond, &e->inbox_mutex, &until);
+    e->is_sleeping = false;
+  }
+  pthread_mutex_unlock(&e->inbox_mutex);
+}
+
+static void *run(void *user)
+{
+  struct sits_engine *e = user;
+  pthread_setname_np(pthread_self(), "engine");
+  for (;;) {
+    bool has_worked = engine_step(e);
+    pthread_mutex_lock(&e->inbox_mutex);
+    bool stop = e->wants_stop && !e->inbox_first && atomic_load(&e->n_requests) == 0;
+    pthread_mutex_unlock(&e->inbox_mutex);
+    if (stop) return NULL;
+    if (!has_worked) wait_for_work(e);
+  }
+}
+
+enum sits_status engine_start(struct sits_engine *e, struct sits_error *err)
+{
+  int expected = ENGINE_CREATED;
+  if (!atomic_compare_exchange_strong(&e->state, &expected, ENGINE_RUNNING)) return sits_fail(err, SITS_INTERNAL, "engine: started twice");
+  if (pthread_create(&e->thread, NULL, run, e) != 0) {
+    atomic_store(&e->state, ENGINE_CREATED);
+    return sits_fail(err, SITS_NOMEM, "engine: cannot start a thread");
+  }
+  e->has_thread = true;
+  return SITS_OK;
+}
+
+void engine_drain(struct sits_engine *e)
+{
+  int expected = ENGINE_RUNNING;
+  if (!atomic_compare_exchange_strong(&e->state, &expected, ENGINE_DRAINING)) {
+    expected = ENGINE_CREATED;
+    atomic_compare_exchange_strong(&e->state, &expected, ENGINE_DRAINING);
+  }
+}
+
+static void stop_inline(struct sits_engine *e)
+{
+  e->wants_cancel_all = true;
+  while (atomic_load(&e->n_requests) > 0) engine_step(e);
+}
+
+void engine_stop(struct sits_engine *e, int64_t deadline_us)
+{
+  if (!e) return;
+  engine_drain(e);
+  if (!e->has_thread) {
+    stop_inline(e);
+  } else {
+    struct timespec until = timespec_of(deadline_us);
+    pthread_mutex_lock(&e->inbox_mutex);
+    while (atomic_load(&e->n_requests) > 0 && clock_monotonic_us() < deadline_us) {
+      pthread_cond_timedwait(&e->idle_cond, &e->inbox_mutex, &until);
+    }
+    e->wants_cancel_all = e->wants_stop = true;
+    pthread_cond_signal(&e->inbox_cond);
+    pthread_mutex_unlock(&e->inbox_mutex);
+    pthread_join(e->thread, NULL);
+    e->has_thread = false;
+  }
+  if (atomic_load(&e->state) != ENGINE_FAILED) atomic_store(&e->state, ENGINE_STOPPED);
+}
+
+bool engine_step_once(struct sits_engine *engine)
+{
+  return engine_step(engine);
+}
+
+void engine_fail(struct sits_engine *e, enum sits_status status)
+{
+  log_error("engine", "device failed status=%s; no request is taken any more", sits_status_info(status)->name);
+  atomic_store(&e->state, ENGINE_FAILED);
+  for (int32_t id = 0; id < e->max_entries; id++) {
+    if (e->by_id[id]) engine_finish_all(e, e->by_id[id]->request, SITS_FINISH_ERROR, status);
+  }
+}
+
+enum engine_state engine_state(const struct sits_engine *engine)
+{
+  return (enum engine_state)atomic_load(&engine->state);
+}
+
+int64_t engine_heartbeat_us(const struct sits_engine *engine)
+{
+  return atomic_load(&engine->heartbeat_us);
+}
+
+void engine_limits(const struct sits_engine *engine, struct engine_limits *out)
+{
+  const struct engine_options *o = &engine->options;
+  *out = (struct engine_limits){.max_model_len = o->max_model_len, .max_prompt_tokens = o->max_model_len - 1,
+                                .max_num_seqs = o->max_num_seqs, .n_vocab = o->n_vocab};
+}
+
+int32_t engine_retry_after_s(struct sits_engine *engine)
+{
+  struct engine_stats s;
+  engine_stats(engine, &s);
+  double each_s = s.inference_seconds.count > 0 ? s.inference_seconds.sum / (double)s.inference_seconds.count : 1;
+  double wait_s = each_s * s.n_waiting / engine->options.max_num_seqs;
+  return wait_s < 1 ? 1 : wait_s > 60 ? 60 : (int32_t)(wait_s + 0.5);
+}

@@ -1,0 +1,248 @@
+/* From the planner's counts to a batch: who is held back, admission (slots and cached pages), pre-emption (recompute or swap), page
+ * reservation, and the arrays that the backend reads. */
+#include <assert.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "engine/engine_internal.h"
+
+/* Rule 3 of engine.h: a choice whose ring might overflow in this step stays out of it. One place per choice is kept for its end. */
+void engine_hold_full(struct sits_engine *engine)
+{
+  const int32_t *ids;
+  int32_t n = alps_running(engine->alps, &ids);
+  engine->n_held = 0;
+  for (int32_t i = 0; i < n; i++) {
+    const struct sits_request *request = engine->by_id[ids[i]]->request;
+    int32_t need = request->n_unfinished * (2 + engine->options.spec_max_tokens);
+    int32_t n_rows = request->params.n_prompt - request->next_prompt_row;
+    need += n_rows < engine->options.max_rows ? n_rows : engine->options.max_rows;
+    bool is_held = engine_ring_room(&request->ring) < need;
+    alps_hold(engine->alps, ids[i], is_held);
+    engine->n_held += is_held;
+  }
+}
+
+static unsigned char *host_place(const struct sits_engine *engine, int32_t place)
+{
+  return engine->host_memory + (uint64_t)place * engine->page_bytes;
+}
+
+/* Bring a swapped sequence back. False when that is not possible: it is recomputed then. */
+static bool swap_in(struct sits_engine *engine, struct engine_choice *choice)
+{
+  int32_t n_moves = 0;
+  struct kv_move move;
+  if (kv_reserve(engine->pages, choice->slot, choice->swapped.n_tokens, &move, &n_moves) != SITS_OK) return false;
+  const int32_t *pages;
+  kv_pages(engine->pages, choice->slot, &pages);
+  int32_t place = choice->swapped.head;
+  int64_t started_us = clock_monotonic_us();
+  for (int32_t i = 0; place >= 0; i++, place = kv_swap_next(engine->pages, place)) {
+    if (engine->options.vtable->kv_write_page(engine->options.kv, pages[i], host_place(engine, place)) != SITS_OK) return false;
+  }
+  double each_us = (double)(clock_monotonic_us() - started_us) / choice->swapped.n_pages;
+  engine->page_copy_us += 0.2 * (each_us - engine->page_copy_us);
+  kv_commit(engine->pages, choice->slot, choice->tokens, choice->swapped.n_tokens);
+  return true;
+}
+
+static void note_scheduled(struct sits_engine *engine, struct sits_request *request, int32_t n_cached)
+{
+  if (request->was_scheduled) return;
+  request->was_scheduled = true;
+  atomic_fetch_sub(&engine->n_queued, 1);
+  atomic_fetch_sub(&engine->queued_tokens, request->params.n_prompt);
+  int64_t now_us = engine->step_started_us;
+  atomic_store(&request->times[TIME_SCHEDULED], now_us);
+  atomic_store(&request->times[TIME_CACHED_TOKENS], n_cached);
+  engine->stats.prompt_tokens += (uint64_t)request->params.n_prompt;
+  engine->stats.prompt_tokens_cached += (uint64_t)n_cached;
+  engine_observe(&engine->stats.queue_seconds, (double)(now_us - atomic_load(&request->times[TIME_SUBMITTED])) * 1e-6);
+}
+
+/* alps_admit_fn: give the entry a slot and what the cache or the host still has of it. */
+static void admit(void *user, int32_t id, struct alps_admitted *out)
+{
+  struct sits_engine *engine = user;
+  struct engine_choice *choice = engine->by_id[id];
+  struct sits_request *request = choice->request;
+  struct kv_owner owner = {.tenant = request->params.tenant, .salt = request->params.cache_salt};
+  enum sits_status status = kv_open(engine->pages, owner, &choice->slot);
+  assert(status == SITS_OK);
+  (void)status;
+  bool was_swapped = choice->swapped.head >= 0;
+  if (was_swapped && !swap_in(engine, choice)) {
+    kv_close(engine->pages, choice->slot);
+    status = kv_open(engine->pages, owner, &choice->slot);
+    was_swapped = false;
+  }
+  kv_swap_free(engine->pages, &choice->swapped);
+  /* A prompt whose every logprob is wanted must be computed; what was emitted before a pre-emption need not be. */
+  bool may_attach = request->params.sampling.n_prompt_logprobs < 0 || request->next_prompt_row >= request->params.n_prompt;
+  if (!was_swapped && may_attach) kv_attach(engine->pages, choice->slot, choice->tokens, engine_known(choice));
+  choice->n_computed = kv_tokens(engine->pages, choice->slot);
+  note_scheduled(engine, request, choice->n_computed);
+  const int32_t *pages;
+  *out = (struct alps_admitted){.n_computed = choice->n_computed, .n_pages = kv_pages(engine->pages, choice->slot, &pages),
+                                .n_available = kv_available(engine->pages)};
+}
+
+static bool swap_out(struct sits_engine *engine, struct engine_choice *choice)
+{
+  if (engine->options.n_host_pages == 0 || kv_swap_out(engine->pages, choice->slot, &choice->swapped) != SITS_OK) return false;
+  const int32_t *pages;
+  kv_pages(engine->pages, choice->slot, &pages);
+  int64_t started_us = clock_monotonic_us();
+  int32_t place = choice->swapped.head;
+  for (int32_t i = 0; place >= 0; i++, place = kv_swap_next(engine->pages, place)) {
+    if (engine->options.vtable->kv_read_page(engine->options.kv, pages[i], host_place(engine, place)) != SITS_OK) {
+      kv_swap_free(engine->pages, &choice->swapped);
+      return false;
+    }
+  }
+  double each_us = (double)(clock_monotonic_us() - started_us) / choice->swapped.n_pages;
+  engine->page_copy_us += 0.2 * (each_us - engine->page_copy_us);
+  return true;
+}
+
+/* Take a victim's pages: to host memory when copying out and back is cheaper than computing them again and there is room. */
+static void preempt(struct sits_engine *engine, int32_t id)
+{
+  struct engine_choice *choice = engine->by_id[id];
+  struct alps_cost_work work = {0};
+  alps_cost_add_chunk(&work, choice->n_computed, 0);
+  double recompute_us = alps_cost_predict(alps_cost_model(engine->alps), &work);
+  const int32_t *pages;
+  int32_t n_pages = kv_pages(engine->pages, choice->slot, &pages);
+  double swap_us = 2 * engine->page_copy_us * n_pages;
+  bool is_swapped = swap_us < recompute_us && choice->n_computed > 0 && swap_out(engine, choice);
+  log_info("engine", "preempted request=%s choice=%d how=%s tokens=%d pages=%d recompute_us=%.0f swap_us=%.0f", choice->request->params.id,
+           choice->index, is_swapped ? "swap" : "recompute", choice->n_computed, n_pages, recompute_us, swap_us);
+  kv_close(engine->pages, choice->slot);
+  choice->slot = -1;
+  choice->n_computed = 0;
+  alps_requeue(engine->alps, id, engine_known(choice));
+  atomic_fetch_add(&choice->request->times[TIME_PREEMPTIONS], 1);
+  engine->stats.n_preemptions++;
+  engine->stats.n_preemptions_swapped += is_swapped;
+}
+
+void engine_plan(struct sits_engine *engine)
+{
+  enum sits_status status;
+  while ((status = alps_plan(engine->alps, engine->step_started_us, kv_available(engine->pages), admit, engine, &engine->plan)) ==
+         SITS_AGAIN) {
+    for (int32_t i = 0; i < engine->plan.n_victims; i++) preempt(engine, engine->plan.victims[i]);
+  }
+}
+
+void engine_vacate(struct sits_engine *engine, struct engine_choice *choice)
+{
+  if (choice->slot >= 0) kv_close(engine->pages, choice->slot);
+  choice->slot = -1;
+  kv_swap_free(engine->pages, &choice->swapped);
+  if (choice->id < 0) return;
+  if (choice->is_born) {
+    alps_remove(engine->alps, choice->id);
+  } else {
+    for (int32_t i = 0; i < choice->request->n_choices; i++) {
+      struct engine_choice *lead = &choice->request->choices[i];
+      if (lead->is_born && lead->id >= 0) {
+        alps_narrow(engine->alps, lead->id);
+        break;
+      }
+    }
+  }
+  engine->by_id[choice->id] = NULL;
+  engine->free_ids[engine->n_free_ids++] = choice->id;
+  choice->id = -1;
+}
+
+static void add_rows(struct sits_engine *engine, int32_t item, const struct engine_choice *choice, int32_t first_token)
+{
+  const struct sits_request *request = choice->request;
+  struct backend_batch *batch = &engine->batch;
+  const struct alps_item *it = &engine->plan.items[item];
+  int32_t n_prompt = request->params.n_prompt, known = engine_known(choice);
+  bool wants_draw = it->is_last && request->params.sampling.max_tokens > 0;
+  for (int32_t i = 0; i < it->n_tokens; i++) {
+    int32_t position = choice->n_computed + i;
+    bool is_prompt = position + 1 >= request->next_prompt_row && position + 1 < n_prompt;
+    bool is_draw = wants_draw && position >= known - 1;
+    if (!is_prompt && !is_draw) continue;
+    engine->row_token[batch->n_rows] = first_token + i;
+    engine->rows[batch->n_rows++] = (struct engine_row){.item = item, .position = position, .is_prompt = is_prompt, .is_draw = is_draw};
+  }
+}
+
+static void add_item(struct sits_engine *engine, int32_t item)
+{
+  struct alps_item *it = &engine->plan.items[item];
+  struct engine_choice *choice = engine->by_id[it->id];
+  struct backend_batch *batch = &engine->batch;
+  int32_t s = batch->n_seqs, end = choice->n_computed + it->n_tokens;
+  enum sits_status status = kv_reserve(engine->pages, choice->slot, end, &engine->moves[engine->n_moves], &engine->n_moves);
+  if (status != SITS_OK) { /* the planner counted wrong; the sequence waits for the next step rather than take the process down */
+    log_error("engine", "no pages for a planned item request=%s tokens=%d", choice->request->params.id, it->n_tokens);
+    it->n_tokens = 0;
+    return;
+  }
+  int32_t first_token = batch->n_tokens;
+  memcpy(engine->tokens + first_token, choice->tokens + choice->n_computed, (size_t)it->n_tokens * sizeof(int32_t));
+  for (int32_t i = 0; i < it->n_tokens; i++) engine->positions[first_token + i] = choice->n_computed + i;
+  engine->seq_start[s] = first_token;
+  engine->kv_len[s] = end;
+  batch->n_tokens += it->n_tokens;
+  batch->n_seqs++;
+  engine->seq_start[s + 1] = batch->n_tokens;
+  add_rows(engine, item, choice, first_token);
+}
+
+/* Block tables come last, once reserving can no longer change them; the stride is the longest of this batch. */
+static void add_tables(struct sits_engine *engine)
+{
+  struct backend_batch *batch = &engine->batch;
+  int32_t stride = 1, s = 0;
+  for (int32_t i = 0; i < batch->n_seqs; i++) {
+    int32_t n = (engine->kv_len[i] + KV_TOKENS - 1) / KV_TOKENS;
+    if (n > stride) stride = n;
+  }
+  batch->table_stride = stride;
+  for (int32_t i = 0; i < engine->plan.n_items; i++) {
+    const struct alps_item *it = &engine->plan.items[i];
+    if (it->n_tokens == 0) continue;
+    const int32_t *pages;
+    int32_t n = kv_pages(engine->pages, engine->by_id[it->id]->slot, &pages);
+    if (n > stride) n = stride;
+    memcpy(engine->tables + (int64_t)s * stride, pages, (size_t)n * sizeof(int32_t));
+    for (int32_t k = n; k < stride; k++) engine->tables[(int64_t)s * stride + k] = 0;
+    s++;
+  }
+}
+
+void engine_build(struct sits_engine *engine)
+{
+  engine->batch = (struct backend_batch){.tokens = engine->tokens, .positions = engine->positions, .seq_start = engine->seq_start,
+                                         .kv_len = engine->kv_len, .block_table = engine->tables, .row_token = engine->row_token};
+  engine->n_moves = 0;
+  engine->seq_start[0] = 0;
+  for (int32_t i = 0; i < engine->plan.n_items; i++) add_item(engine, i);
+  add_tables(engine);
+}
+
+enum sits_status engine_forward(struct sits_engine *engine, struct backend_result *result)
+{
+  const struct engine_options *o = &engine->options;
+  enum sits_status status = SITS_OK;
+  if (engine->n_moves > 0) {
+    for (int32_t i = 0; i < engine->n_moves; i++) {
+      engine->copies[i] = (struct kv_copy){.from_page = engine->moves[i].from_page, .to_page = engine->moves[i].to_page};
+    }
+    status = o->vtable->kv_copy_pages(o->kv, engine->copies, engine->n_moves);
+  }
+  if (status == SITS_OK) status = o->vtable->submit(o->program, o->kv, &engine->batch);
+  if (status == SITS_OK) status = o->vtable->wait(o->program, result);
+  return status;
+}

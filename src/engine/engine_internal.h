@@ -1,0 +1,183 @@
+/* Inside of the engine; only files in src/engine (and its unit tests) include it.
+ *   engine.c          creation, thread, drain, stop, failure     engine_request.c  submit, ring, cancel, release, timing
+ *   engine_step.c     the loop, as a table of contents           engine_batch.c    plan -> batch arrays, admission, pre-emption
+ *   engine_output.c   rows -> tokens, events, ends               engine_stats.c    counters and histograms
+ *   engine_deadline.c heap of deadlines                          engine_sample.c   one row -> one token
+ *
+ * Tags: [init] never changes after creation, [loop] engine thread only, [atomic], [mutex inbox], [mutex stats].
+ */
+#ifndef SITS_ENGINE_ENGINE_INTERNAL_H
+#define SITS_ENGINE_ENGINE_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "alps/alps.h"
+#include "engine/engine_core.h"
+#include "engine/engine_sample.h"
+#include "kv/kv.h"
+
+_Static_assert(KV_TOKENS == KV_PAGE_TOKENS, "bookkeeping and backends agree on the page size");
+
+struct engine_choice {
+  struct sits_request *request;   /* [init] */
+  int32_t index;                  /* [init] */
+  int32_t id;                     /* [loop] the planner's name for it, -1 none */
+  int32_t slot;                   /* [loop] kv slot, -1 none */
+  int32_t n_computed;             /* [loop] tokens in the cache */
+  int32_t n_out;                  /* [loop] tokens drawn; known = n_prompt + n_out */
+  int32_t *tokens;                /* [loop] [n_prompt + max_tokens] prompt and output */
+  struct kv_swapped swapped;      /* [loop] */
+  bool is_done;                   /* [loop] its finish event is out */
+  bool is_born;                   /* [loop] leads the request's prefill, or was forked */
+  int64_t last_token_us;          /* [loop] */
+};
+
+/* One event as it lies in the ring; top logprobs lie in parallel arrays that exist only when asked for. */
+struct engine_record {
+  uint8_t kind, finish;
+  int16_t n_top;
+  int32_t choice, token;
+  float logprob;
+  int32_t status;
+  int64_t emitted_us;
+};
+
+struct engine_ring {
+  struct engine_record *records;  /* [capacity] */
+  int32_t *top_token;             /* [capacity][n_top] or NULL */
+  float *top_logprob;             /* [capacity][n_top] or NULL */
+  int32_t n_top;
+  uint32_t capacity;              /* a power of two */
+  _Atomic uint32_t head;          /* [atomic] next to read; consumer writes */
+  _Atomic uint32_t tail;          /* [atomic] next to write; engine writes */
+};
+
+enum engine_time { TIME_SUBMITTED, TIME_SCHEDULED, TIME_FIRST_TOKEN, TIME_DONE, TIME_COMPUTED, TIME_CACHED_TOKENS, TIME_OUTPUT_TOKENS,
+                   TIME_PREEMPTIONS, TIME_COUNT };
+
+struct sits_request {
+  struct sits_engine *engine;     /* [init] */
+  atomic_int n_refs;              /* [atomic] the submitter's and, until it is done, the engine's */
+  struct sits_request_params params; /* [init] its pointers are the request's own memory */
+  struct engine_choice *choices;  /* [n_choices] */
+  int32_t n_choices;              /* [init] */
+  int32_t n_unfinished;           /* [loop] */
+  bool is_forked;                 /* [loop] every living choice is a sequence of its own */
+  int32_t next_prompt_row;        /* [loop] the prompt token whose logprob is emitted next; n_prompt when all are out */
+  int32_t deadline_at;            /* [loop] place in the deadline heap, -1 none */
+  bool has_news;                  /* [loop] is in the list for on_events */
+  bool was_scheduled;             /* [loop] */
+  uint64_t counted_step;          /* [loop] the newest step whose compute time it was given */
+  struct sits_request *next;      /* [mutex inbox] in the inbox; [loop] in the list of the done */
+  struct sits_request *cancel_next; /* [mutex inbox] */
+  bool in_cancel_list;            /* [mutex inbox] */
+  struct sits_request *cancel_todo; /* [loop] the list as drain_inbox took it */
+  _Atomic uint64_t cancelled[SITS_MAX_CHOICES / 64]; /* [atomic] bit per choice */
+  atomic_bool is_done;            /* [atomic] all finish events are out */
+  atomic_bool is_released;        /* [atomic] nobody wants news */
+  _Atomic int64_t times[TIME_COUNT]; /* [atomic] written by the loop */
+  struct engine_ring ring;
+};
+
+/* A logit row of the batch and what it is for. */
+struct engine_row {
+  int32_t item;                   /* of the plan */
+  int32_t position;               /* of the token whose logits these are */
+  bool is_prompt;                 /* gives the logprob of prompt token position + 1 */
+  bool is_draw;                   /* gives the next token */
+};
+
+struct sits_engine {
+  struct engine_options options;  /* [init] */
+  int32_t *end_ids;               /* [init] */
+  int32_t max_entries;            /* [init] sequences alive at once */
+  int32_t stride;                 /* [init] most pages of a sequence */
+  uint64_t page_bytes;            /* [init] */
+  unsigned char *host_memory;     /* [loop] [n_host_pages][page_bytes] */
+  double page_copy_us;            /* [loop] measured */
+
+  struct kv *pages;               /* [loop] */
+  struct alps *alps;              /* [loop] */
+  struct engine_sampler sampler;  /* [loop] */
+  struct engine_choice **by_id;   /* [loop] [max_entries] */
+  int32_t *free_ids;              /* [loop] [max_entries] */
+  int32_t n_free_ids;
+  struct sits_request **deadlines;/* [loop] [max_entries] heap */
+  int32_t n_deadlines;
+  struct sits_request **news;     /* [loop] [max_entries] requests for on_events */
+  int32_t n_news;
+  struct sits_request *done;      /* [loop] finished requests whose reference is dropped in reclaim */
+  struct alps_plan plan;          /* [loop] */
+  struct kv_move *moves;          /* [loop] [max_num_seqs] */
+  struct kv_copy *copies;         /* [loop] [max_num_seqs] */
+  int32_t n_moves;
+  struct backend_batch batch;     /* [loop] arrays below */
+  int32_t *tokens, *positions, *seq_start, *kv_len, *tables, *row_token;
+  struct engine_row *rows;        /* [loop] [max_rows] */
+  int64_t step_started_us, last_step_end_us, compute_us; /* [loop] */
+  bool is_continuous;             /* [loop] the step before had work too */
+  int32_t n_held;                 /* [loop] running choices whose ring is full */
+
+  pthread_mutex_t inbox_mutex;
+  pthread_cond_t inbox_cond;      /* work came, or stop */
+  pthread_cond_t idle_cond;       /* the last request ended */
+  struct sits_request *inbox_first, *inbox_last; /* [mutex inbox] */
+  struct sits_request *cancel_first;             /* [mutex inbox] */
+  bool is_sleeping;               /* [mutex inbox] */
+  bool wants_stop, wants_cancel_all; /* [mutex inbox] */
+  atomic_int n_alive;             /* [atomic] sequences submitted and not finished */
+  atomic_int n_requests;          /* [atomic] requests submitted and not finished */
+  atomic_int n_queued;            /* [atomic] requests never scheduled yet */
+  _Atomic int64_t queued_tokens;  /* [atomic] their prompt tokens */
+  _Atomic uint64_t n_rejected_requests, n_rejected_tokens; /* [atomic] */
+  atomic_int state;               /* [atomic] enum engine_state */
+  _Atomic int64_t heartbeat_us;   /* [atomic] */
+  pthread_t thread;
+  bool has_thread;                /* owner thread */
+
+  struct engine_stats stats;      /* [loop] */
+  pthread_mutex_t stats_mutex;
+  struct engine_stats published;  /* [mutex stats] */
+};
+
+static inline int32_t engine_known(const struct engine_choice *choice)
+{
+  return choice->request->params.n_prompt + choice->n_out;
+}
+
+/* engine_step.c: one turn; false when there was nothing to compute. */
+bool engine_step(struct sits_engine *engine);
+
+/* engine_request.c */
+void engine_request_unref(struct sits_request *request);
+bool engine_is_cancelled(const struct sits_request *request, int32_t choice);
+int32_t engine_ring_room(const struct engine_ring *ring);
+void engine_ring_push(struct engine_ring *ring, const struct sits_event *event);
+
+/* engine_batch.c */
+void engine_hold_full(struct sits_engine *engine);
+void engine_plan(struct sits_engine *engine);
+void engine_build(struct sits_engine *engine);
+enum sits_status engine_forward(struct sits_engine *engine, struct backend_result *result) SITS_MUST_CHECK;
+void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /* give slot, host pages, id and entry back */
+
+/* engine_output.c */
+void engine_outputs(struct sits_engine *engine, const struct backend_result *result);
+void engine_finish(struct sits_engine *engine, struct engine_choice *choice, enum sits_finish finish, enum sits_status status, int32_t token);
+void engine_finish_all(struct sits_engine *engine, struct sits_request *request, enum sits_finish finish, enum sits_status status);
+
+/* engine_deadline.c */
+void engine_deadline_add(struct sits_engine *engine, struct sits_request *request);
+void engine_deadline_remove(struct sits_engine *engine, struct sits_request *request);
+
+/* engine_stats.c */
+void engine_stats_init(struct engine_stats *stats);
+void engine_observe(struct engine_histogram *histogram, double value);
+void engine_stats_request(struct sits_engine *engine, const struct sits_request *request); /* its last choice has finished */
+void engine_stats_publish(struct sits_engine *engine);
+
+/* engine.c: every living request ends with an error; nothing is accepted any more. */
+void engine_fail(struct sits_engine *engine, enum sits_status status);
+
+#endif

@@ -1,0 +1,138 @@
+/* The loop. engine_step is its table of contents. Nothing here allocates. */
+#include "base/clock.h"
+#include "engine/engine_internal.h"
+
+static void add_request(struct sits_engine *engine, struct sits_request *request)
+{
+  const struct sits_request_params *p = &request->params;
+  for (int32_t i = 0; i < request->n_choices; i++) {
+    struct engine_choice *choice = &request->choices[i];
+    choice->id = engine->free_ids[--engine->n_free_ids];
+    engine->by_id[choice->id] = choice;
+  }
+  request->choices[0].is_born = true;
+  engine_deadline_add(engine, request);
+  struct alps_request entry = {.service_class = (int32_t)p->service_class, .priority = p->priority, .tenant = p->tenant,
+                               .arrival_us = atomic_load(&request->times[TIME_SUBMITTED]), .n_known = p->n_prompt,
+                               .n_limit = p->n_prompt + p->sampling.max_tokens, .width = request->n_choices,
+                               .wants_rows = p->sampling.n_prompt_logprobs >= 0};
+  alps_enqueue(engine->alps, request->choices[0].id, &entry);
+}
+
+static void cancel_request(struct sits_engine *engine, struct sits_request *request)
+{
+  for (int32_t i = request->n_choices - 1; i >= 0; i--) {
+    struct engine_choice *choice = &request->choices[i];
+    if (!choice->is_done && engine_is_cancelled(request, i)) engine_finish(engine, choice, SITS_FINISH_CANCELLED, SITS_CANCELLED, -1);
+  }
+}
+
+/* New requests become waiting entries; cancelled choices end. */
+static void drain_inbox(struct sits_engine *engine)
+{
+  pthread_mutex_lock(&engine->inbox_mutex);
+  struct sits_request *request = engine->inbox_first, *cancel = engine->cancel_first;
+  engine->inbox_first = engine->inbox_last = engine->cancel_first = NULL;
+  bool cancel_all = engine->wants_cancel_all;
+  for (struct sits_request *r = cancel; r; r = r->cancel_next) {
+    r->in_cancel_list = false; /* from here on a new call may link it again, so the chain is kept in cancel_todo */
+    r->cancel_todo = r->cancel_next;
+  }
+  pthread_mutex_unlock(&engine->inbox_mutex);
+  bool has_failed = atomic_load(&engine->state) == ENGINE_FAILED;
+  while (request) {
+    struct sits_request *next = request->next;
+    request->next = NULL;
+    add_request(engine, request);
+    if (has_failed) engine_finish_all(engine, request, SITS_FINISH_ERROR, SITS_DEVICE);
+    request = next;
+  }
+  while (cancel) {
+    struct sits_request *next = cancel->cancel_todo;
+    cancel_request(engine, cancel);
+    engine_request_unref(cancel);
+    cancel = next;
+  }
+  for (int32_t id = 0; cancel_all && id < engine->max_entries; id++) {
+    if (engine->by_id[id]) engine_finish(engine, engine->by_id[id], SITS_FINISH_CANCELLED, SITS_CANCELLED, -1);
+  }
+}
+
+static void expire(struct sits_engine *engine)
+{
+  while (engine->n_deadlines > 0 && engine->deadlines[0]->params.deadline_us <= engine->step_started_us) {
+    struct sits_request *request = engine->deadlines[0];
+    engine_deadline_remove(engine, request);
+    engine_finish_all(engine, request, SITS_FINISH_DEADLINE, SITS_DEADLINE);
+  }
+}
+
+static void forward_and_sample(struct sits_engine *engine)
+{
+  struct backend_result result = {0};
+  int64_t started_us = clock_monotonic_us();
+  enum sits_status status = engine_forward(engine, &result);
+  int64_t now_us = clock_monotonic_us();
+  engine->compute_us = now_us - started_us;
+  int64_t from_us = engine->is_continuous ? engine->last_step_end_us : engine->step_started_us;
+  engine->last_step_end_us = now_us;
+  engine->stats.n_steps++;
+  if (status != SITS_OK) {
+    engine_fail(engine, status);
+    return;
+  }
+  engine_outputs(engine, &result);
+  alps_report(engine->alps, &engine->plan, now_us - from_us);
+  engine->stats.step_us_ewma += 0.1 * ((double)(now_us - from_us) - engine->stats.step_us_ewma);
+  engine_observe(&engine->stats.iteration_tokens_hist, engine->batch.n_tokens);
+}
+
+static void deliver(struct sits_engine *engine)
+{
+  if (engine->n_news == 0) return;
+  for (int32_t i = 0; i < engine->n_news; i++) engine->news[i]->has_news = false;
+  if (engine->options.on_events) engine->options.on_events(engine->options.events_user, engine->news, engine->n_news);
+  engine->n_news = 0;
+}
+
+/* Drop the engine's reference to what has ended; whoever waits for the last one is told. */
+static void reclaim(struct sits_engine *engine)
+{
+  int32_t n_done = 0;
+  while (engine->done) {
+    struct sits_request *request = engine->done;
+    engine->done = request->next;
+    engine_request_unref(request);
+    n_done++;
+  }
+  if (n_done > 0 && atomic_fetch_sub(&engine->n_requests, n_done) == n_done) {
+    pthread_mutex_lock(&engine->inbox_mutex);
+    pthread_cond_broadcast(&engine->idle_cond);
+    pthread_mutex_unlock(&engine->inbox_mutex);
+  }
+#ifdef SITS_DEBUG_CHECKS
+  kv_check(engine->pages);
+  alps_check(engine->alps);
+#endif
+}
+
+bool engine_step(struct sits_engine *engine)
+{
+  engine->step_started_us = clock_monotonic_us();
+  if (!engine->is_continuous) engine->last_step_end_us = engine->step_started_us;
+  atomic_store(&engine->heartbeat_us, engine->step_started_us);
+  drain_inbox(engine);
+  expire(engine);
+  engine_hold_full(engine);
+  engine_plan(engine);
+  bool has_work = engine->plan.n_items > 0;
+  if (has_work) {
+    engine_build(engine);
+    forward_and_sample(engine);
+  }
+  deliver(engine);
+  reclaim(engine);
+  engine_stats_publish(engine);
+  engine->is_continuous = has_work;
+  return has_work;
+}
