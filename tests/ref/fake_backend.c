@@ -1,0 +1,207 @@
+/* See fake_backend.h. */
+#include "fake_backend.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/hash.h"
+#include "base/mem.h"
+
+struct backend_kv {
+  int32_t *ids;               /* [n_pages][P], -1 = never written */
+  int32_t *written_by;        /* [n_pages][P] batch that wrote it last */
+  int32_t n_pages;
+};
+
+struct backend_program {
+  struct fake_rig *rig;
+  float *logits;              /* [R][V] */
+  int32_t n_rows;
+  bool is_pending;
+};
+
+static void require(bool holds, const char *what)
+{
+  if (holds) return;
+  fprintf(stderr, "fake backend: %s\n", what);
+  abort();
+}
+
+static uint64_t fold(uint64_t h, int32_t token)
+{
+  return hash_mix(h, (uint64_t)(uint32_t)token + 1);
+}
+
+static void logits_of(uint64_t h, int32_t n_vocab, float *logits)
+{
+  for (int32_t v = 0; v < n_vocab; v++) logits[v] = (float)(hash_mix(h, (uint64_t)v + 77) >> 40) * 0x1p-24f * 12 - 6;
+}
+
+void fake_logits(int32_t n_vocab, const int32_t *tokens, int32_t n, float *logits)
+{
+  uint64_t h = 1;
+  for (int32_t i = 0; i < n; i++) h = fold(h, tokens[i]);
+  logits_of(h, n_vocab, logits);
+}
+
+int32_t fake_next(int32_t n_vocab, const int32_t *tokens, int32_t n)
+{
+  uint64_t h = 1;
+  for (int32_t i = 0; i < n; i++) h = fold(h, tokens[i]);
+  uint64_t best = 0;
+  int32_t at = 0;
+  for (int32_t v = 0; v < n_vocab; v++) {
+    uint64_t x = hash_mix(h, (uint64_t)v + 77) >> 40;
+    if (v == 0 || x > best) {
+      best = x;
+      at = v;
+    }
+  }
+  return at;
+}
+
+static uint64_t page_bytes(const struct kv_geometry *geometry)
+{
+  (void)geometry;
+  return KV_PAGE_TOKENS * sizeof(int32_t);
+}
+
+static enum sits_status copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n)
+{
+  /* All sources are read before any target is written, as a parallel device may do. */
+  for (int32_t i = 0; i < n; i++) {
+    for (int32_t k = 0; k < n; k++) require(k == i || copies[k].to_page != copies[i].from_page, "a copy's source is another's target");
+    memcpy(kv->ids + copies[i].to_page * KV_PAGE_TOKENS, kv->ids + copies[i].from_page * KV_PAGE_TOKENS, KV_PAGE_TOKENS * sizeof(int32_t));
+  }
+  return SITS_OK;
+}
+
+static enum sits_status read_page(struct backend_kv *kv, int32_t page, void *host)
+{
+  memcpy(host, kv->ids + page * KV_PAGE_TOKENS, KV_PAGE_TOKENS * sizeof(int32_t));
+  return SITS_OK;
+}
+
+static enum sits_status write_page(struct backend_kv *kv, int32_t page, const void *host)
+{
+  memcpy(kv->ids + page * KV_PAGE_TOKENS, host, KV_PAGE_TOKENS * sizeof(int32_t));
+  return SITS_OK;
+}
+
+static void check_batch(const struct fake_rig *rig, const struct backend_batch *b)
+{
+  require(b->n_tokens > 0 && b->n_tokens <= rig->options.max_batch_tokens, "T out of range");
+  require(b->n_seqs > 0 && b->n_rows <= rig->options.max_rows, "S or R out of range");
+  require(b->seq_start[0] == 0 && b->seq_start[b->n_seqs] == b->n_tokens, "seq_start does not cover the batch");
+  for (int32_t s = 0; s < b->n_seqs; s++) {
+    int32_t first = b->seq_start[s], end = b->seq_start[s + 1];
+    require(end > first, "a sequence without tokens");
+    require(b->kv_len[s] == b->positions[end - 1] + 1, "kv_len does not match the last position");
+    for (int32_t t = first + 1; t < end; t++) require(b->positions[t] == b->positions[t - 1] + 1, "positions are not consecutive");
+  }
+  for (int32_t r = 1; r < b->n_rows; r++) require(b->row_token[r] > b->row_token[r - 1], "rows do not ascend");
+}
+
+static int32_t *place(struct backend_kv *kv, const struct backend_batch *b, int32_t s, int32_t position)
+{
+  int32_t page = b->block_table[(int64_t)s * b->table_stride + position / KV_PAGE_TOKENS];
+  require(position / KV_PAGE_TOKENS < b->table_stride && page >= 0 && page < kv->n_pages, "block table names no page");
+  return kv->ids + (int64_t)page * KV_PAGE_TOKENS + position % KV_PAGE_TOKENS;
+}
+
+static void store_tokens(struct fake_rig *rig, struct backend_kv *kv, const struct backend_batch *b)
+{
+  int32_t step = atomic_load(&rig->n_steps);
+  for (int32_t s = 0; s < b->n_seqs; s++) {
+    for (int32_t t = b->seq_start[s]; t < b->seq_start[s + 1]; t++) {
+      int32_t *at = place(kv, b, s, b->positions[t]);
+      int32_t *mark = kv->written_by + (at - kv->ids);
+      require(*mark != step, "two tokens of one batch are written to one place");
+      *mark = step;
+      *at = b->tokens[t];
+    }
+  }
+}
+
+static void compute_rows(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *b)
+{
+  int32_t r = 0, n_vocab = program->rig->options.n_vocab;
+  for (int32_t s = 0; s < b->n_seqs && r < b->n_rows; s++) {
+    if (b->row_token[r] >= b->seq_start[s + 1]) continue;
+    uint64_t h = 1;
+    for (int32_t p = 0; p < b->kv_len[s]; p++) {
+      h = fold(h, *place(kv, b, s, p));
+      int32_t t = b->seq_start[s] + p - b->positions[b->seq_start[s]];
+      if (r < b->n_rows && b->row_token[r] == t) logits_of(h, n_vocab, program->logits + (int64_t)r++ * n_vocab);
+    }
+  }
+  require(r == b->n_rows, "a row names no token");
+}
+
+static enum sits_status submit(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *b)
+{
+  struct fake_rig *rig = program->rig;
+  int step = atomic_fetch_add(&rig->n_steps, 1) + 1, fail_at = atomic_load(&rig->fail_at_step);
+  if (fail_at > 0 && step >= fail_at) return SITS_DEVICE;
+  require(!program->is_pending, "a batch is in flight");
+  check_batch(rig, b);
+  store_tokens(rig, kv, b);
+  compute_rows(program, kv, b);
+  program->is_pending = true;
+  atomic_fetch_add(&rig->n_tokens, b->n_tokens);
+  if (b->n_tokens > atomic_load(&rig->largest_batch)) atomic_store(&rig->largest_batch, b->n_tokens);
+  if (b->n_seqs > atomic_load(&rig->largest_seqs)) atomic_store(&rig->largest_seqs, b->n_seqs);
+  int delay_us = atomic_load(&rig->step_delay_us) + atomic_load(&rig->token_delay_us) * b->n_tokens;
+  if (delay_us > 0) usleep((useconds_t)delay_us);
+  return SITS_OK;
+}
+
+static enum sits_status wait_batch(struct backend_program *program, struct backend_result *result)
+{
+  require(program->is_pending, "no batch is in flight");
+  program->is_pending = false;
+  *result = (struct backend_result){.logits = program->logits};
+  return SITS_OK;
+}
+
+static const struct backend_vtable FAKE = {
+    .abi = BACKEND_ABI, .name = "fake", .kv_page_bytes = page_bytes, .kv_copy_pages = copy_pages, .kv_read_page = read_page,
+    .kv_write_page = write_page, .submit = submit, .wait = wait_batch,
+};
+
+const struct backend_vtable *fake_vtable(void)
+{
+  return &FAKE;
+}
+
+int fake_rig_init(struct fake_rig *rig, const struct fake_options *options)
+{
+  memset(rig, 0, sizeof *rig);
+  rig->options = *options;
+  rig->geometry = (struct kv_geometry){.n_layers = 1, .n_kv_heads = 1, .head_dim = 1, .n_pages = options->n_pages, .codec = KV_F16};
+  size_t n = (size_t)options->n_pages * KV_PAGE_TOKENS;
+  rig->program = mem_calloc(1, sizeof *rig->program);
+  rig->kv = mem_calloc(1, sizeof *rig->kv);
+  if (!rig->program || !rig->kv) return -1;
+  rig->program->rig = rig;
+  rig->program->logits = mem_calloc((size_t)options->max_rows * (size_t)options->n_vocab, sizeof(float));
+  rig->kv->n_pages = options->n_pages;
+  rig->kv->ids = mem_alloc(n * sizeof(int32_t));
+  rig->kv->written_by = mem_calloc(n, sizeof(int32_t));
+  if (!rig->program->logits || !rig->kv->ids || !rig->kv->written_by) return -1;
+  memset(rig->kv->ids, 0xff, n * sizeof(int32_t));
+  return 0;
+}
+
+void fake_rig_fini(struct fake_rig *rig)
+{
+  if (rig->program) mem_free(rig->program->logits);
+  mem_free(rig->program);
+  if (rig->kv) {
+    mem_free(rig->kv->ids);
+    mem_free(rig->kv->written_by);
+  }
+  mem_free(rig->kv);
+}

@@ -1,0 +1,42 @@
+/* A backend without a model: pages hold token ids, and a row's logits are a hash of the whole context, read through the block table.
+ * Any wrong table, slot, copy or swap gives another hash and so another token; every batch is checked for shape and for two sequences
+ * writing one place. Delays and a device error can be injected. One engine thread calls, as with any backend; the knobs are atomic. */
+#ifndef SITS_TESTS_REF_FAKE_BACKEND_H
+#define SITS_TESTS_REF_FAKE_BACKEND_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+
+struct fake_options {
+  int32_t n_vocab;
+  int32_t max_batch_tokens, max_rows;
+  int32_t n_pages;
+};
+
+struct fake_rig {
+  struct fake_options options;
+  struct backend_program *program;
+  struct backend_kv *kv;
+  struct kv_geometry geometry;
+  atomic_int step_delay_us;      /* sleep per batch */
+  atomic_int token_delay_us;     /* and per token of it */
+  atomic_int fail_at_step;       /* batch number (from 1) from which on everything returns SITS_DEVICE; 0 = never */
+  atomic_int n_steps, n_copies, n_reads, n_writes;
+  atomic_long n_tokens;          /* computed so far */
+  atomic_int largest_batch, largest_seqs;
+};
+
+const struct backend_vtable *fake_vtable(void);
+/* 0 on success. */
+int fake_rig_init(struct fake_rig *rig, const struct fake_options *options);
+void fake_rig_fini(struct fake_rig *rig);
+
+/* The logits that follow tokens[0..n), computed from the array itself. */
+void fake_logits(int32_t n_vocab, const int32_t *tokens, int32_t n, float *logits);
+/* The greedy token that follows. */
+int32_t fake_next(int32_t n_vocab, const int32_t *tokens, int32_t n);
+
+#endif

@@ -1,0 +1,439 @@
+/* Requests through the engine over the fake backend: every answer must be the one of the model's definition, whatever shares the step. */
+#include "unit/engine/engine_rig.h"
+
+#include "base/clock.h"
+
+static struct rig_answer got[SITS_MAX_CHOICES], expected;
+
+static void test_one_request(void **state)
+{
+  struct rig rig;
+  int32_t prompt[300];
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 300, 1);
+  struct sits_request *request = rig_submit(&rig, prompt, 300, 1, rig_greedy(40));
+  memset(got, 0, sizeof got);
+  rig_run(&rig, request, got, 1);
+  rig_expect(prompt, 300, 40, false, &expected);
+  rig_same(&got[0], &expected);
+  struct sits_request_timing t;
+  sits_request_timing(request, &t);
+  assert_int_equal(t.n_prompt_tokens, 300);
+  assert_int_equal(t.n_output_tokens, expected.n);
+  assert_true(t.submitted_us > 0 && t.first_scheduled_us >= t.submitted_us && t.first_token_us >= t.first_scheduled_us);
+  assert_true(t.done_us >= t.first_token_us);
+  assert_int_equal(t.queue_us + t.prefill_us + t.decode_us, t.done_us - t.submitted_us);
+  sits_request_release(request);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void test_many_share_steps(void **state)
+{
+  enum { N = 40 };
+  static int32_t prompts[N][400];
+  static struct rig_answer answers[N];
+  struct sits_request *requests[N];
+  struct rig rig;
+  rig_open(&rig, rig_options(), 100);
+  memset(answers, 0, sizeof answers);
+  for (int i = 0; i < N; i++) {
+    rig_prompt(prompts[i], 400, (uint32_t)i + 10);
+    requests[i] = rig_submit(&rig, prompts[i], 3 + i * 9, 1, rig_greedy(20 + i));
+  }
+  for (int i = 0; i < N; i++) rig_run(&rig, requests[i], &answers[i], 1);
+  for (int i = 0; i < N; i++) {
+    rig_expect(prompts[i], 3 + i * 9, 20 + i, false, &expected);
+    rig_same(&answers[i], &expected);
+    sits_request_release(requests[i]);
+  }
+  assert_true(atomic_load(&rig.fake.largest_seqs) > 4); /* they did share */
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void test_tiny_pool_preempts(void **state)
+{
+  enum { N = 12 };
+  static int32_t prompts[N][200];
+  static struct rig_answer answers[N];
+  struct sits_request *requests[N];
+  for (int swap = 0; swap < 2; swap++) {
+    struct rig rig;
+    struct engine_options options = rig_options();
+    options.max_model_len = 640;
+    options.n_host_pages = swap ? 40 : 0;
+    rig_open(&rig, options, 12);
+    memset(answers, 0, sizeof answers);
+    for (int i = 0; i < N; i++) {
+      struct sits_sampling s = rig_greedy(i == 0 ? 4 : 250); /* the first teaches the planner that answers are short */
+      s.ignore_eos = true;
+      rig_prompt(prompts[i], 200, (uint32_t)i + 99);
+      requests[i] = rig_submit(&rig, prompts[i], 70, 1, s);
+      if (i == 0) rig_run(&rig, requests[0], &answers[0], 1);
+    }
+    for (int i = 0; i < N; i++) rig_run(&rig, requests[i], &answers[i], 1);
+    struct engine_stats stats;
+    engine_stats(rig.engine, &stats);
+    assert_true(stats.n_preemptions > 0);
+    if (swap) assert_int_equal(stats.n_preemptions_swapped > 0, 1);
+    for (int i = 0; i < N; i++) {
+      rig_expect(prompts[i], 70, i == 0 ? 4 : 250, true, &expected);
+      rig_same(&answers[i], &expected);
+      sits_request_release(requests[i]);
+    }
+    rig_idle(&rig);
+    rig_close(&rig);
+  }
+}
+
+static void test_choices_fork(void **state)
+{
+  struct rig rig;
+  int32_t prompt[200];
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 200, 5);
+  struct sits_sampling s = rig_greedy(60);
+  s.ignore_eos = true;
+  struct sits_request *request = rig_submit(&rig, prompt, 150, 6, s);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, request, got, 6);
+  rig_expect(prompt, 150, 60, true, &expected);
+  for (int i = 0; i < 6; i++) rig_same(&got[i], &expected); /* greedy: all alike, from pages of their own */
+  /* The prompt was computed once: 150 + 6 x 59 tokens. */
+  assert_int_equal(atomic_load(&rig.fake.n_tokens), 150 + 6 * 59);
+  sits_request_release(request);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void test_sampled_choices_differ_and_repeat(void **state)
+{
+  struct rig_answer *first = mem_calloc(4, sizeof *first);
+  int32_t prompt[100];
+  rig_prompt(prompt, 100, 3);
+  for (int round = 0; round < 2; round++) {
+    struct rig rig;
+    rig_open(&rig, rig_options(), 64);
+    struct sits_sampling s = rig_greedy(50);
+    s.temperature = 0.9f;
+    s.seed = 42;
+    s.ignore_eos = true;
+    /* In the second round other requests share every step. */
+    struct sits_request *noise = round ? rig_submit(&rig, prompt, 90, 3, rig_greedy(60)) : NULL;
+    struct sits_request *request = rig_submit(&rig, prompt, 100, 4, s);
+    memset(got, 0, sizeof got);
+    rig_run(&rig, request, got, 4);
+    for (int i = 0; i < 4; i++) {
+      assert_int_equal(got[i].n, 50);
+      if (round) assert_memory_equal(got[i].tokens, first[i].tokens, 50 * sizeof(int32_t));
+      for (int k = 0; k < i; k++) assert_memory_not_equal(got[i].tokens, got[k].tokens, 50 * sizeof(int32_t));
+    }
+    memcpy(first, got, 4 * sizeof *first);
+    sits_request_release(request);
+    sits_request_release(noise);
+    rig_close(&rig);
+  }
+  mem_free(first);
+}
+
+static void test_prefix_is_reused(void **state)
+{
+  struct rig rig;
+  int32_t prompt[400];
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 400, 8);
+  for (int i = 0; i < 3; i++) {
+    prompt[390] = 20 + i; /* five full pages and a bit are shared */
+    struct sits_request *request = rig_submit(&rig, prompt, 400, 1, rig_greedy(10));
+    memset(got, 0, sizeof got);
+    rig_run(&rig, request, got, 1);
+    rig_expect(prompt, 400, 10, false, &expected);
+    rig_same(&got[0], &expected);
+    struct sits_request_timing t;
+    sits_request_timing(request, &t);
+    assert_int_equal(t.n_cached_tokens, i == 0 ? 0 : 6 * 64);
+    sits_request_release(request);
+  }
+  struct engine_stats stats;
+  engine_stats(rig.engine, &stats);
+  assert_int_equal(stats.prefix_query_tokens, 1200);
+  assert_int_equal(stats.prefix_hit_tokens, 2 * 6 * 64);
+  rig_close(&rig);
+}
+
+static void test_prompt_logprobs(void **state)
+{
+  struct rig rig;
+  int32_t prompt[200];
+  struct sits_event e;
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 200, 4);
+  for (int round = 0; round < 2; round++) { /* the second time its pages are cached, and must not be used */
+    struct sits_sampling s = rig_greedy(round ? 0 : 2);
+    s.n_prompt_logprobs = 3;
+    struct sits_request *request = rig_submit(&rig, prompt, 200, 1, s);
+    int32_t next = 1, n_finish = 0;
+    for (int i = 0; i < 1000 && !n_finish; i++) {
+      engine_step_once(rig.engine);
+      while (sits_request_poll(request, &e) == SITS_OK) {
+        n_finish += e.kind == SITS_EVENT_FINISH;
+        if (e.kind != SITS_EVENT_PROMPT_LOGPROB) continue;
+        float logits[RIG_VOCAB];
+        fake_logits(RIG_VOCAB, prompt, next, logits);
+        double sum = 0, best = -1e9;
+        int best_id = -1;
+        for (int v = 0; v < RIG_VOCAB; v++) {
+          sum += __builtin_exp(logits[v]);
+          if (logits[v] > best) {
+            best = logits[v];
+            best_id = v;
+          }
+        }
+        assert_int_equal(e.token, prompt[next]);
+        assert_true(__builtin_fabs(e.logprob - (logits[prompt[next]] - __builtin_log(sum))) < 1e-4);
+        assert_int_equal(e.n_top, 3);
+        assert_int_equal(e.top_token[0], best_id);
+        assert_true(__builtin_fabs(e.top_logprob[0] - (best - __builtin_log(sum))) < 1e-4);
+        assert_true(e.top_logprob[0] >= e.top_logprob[1] && e.top_logprob[1] >= e.top_logprob[2]);
+        next++;
+      }
+    }
+    assert_int_equal(next, 200);
+    assert_int_equal(n_finish, 1);
+    sits_request_release(request);
+  }
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void test_slow_consumer_is_left_out(void **state)
+{
+  struct rig rig;
+  int32_t prompt[50];
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 50, 6);
+  struct sits_sampling s = rig_greedy(500);
+  s.ignore_eos = true;
+  struct sits_request *slow = rig_submit(&rig, prompt, 50, 1, s), *fast = rig_submit(&rig, prompt, 40, 1, s);
+  static struct rig_answer a_slow, a_fast;
+  memset(&a_slow, 0, sizeof a_slow);
+  memset(&a_fast, 0, sizeof a_fast);
+  rig_run(&rig, fast, &a_fast, 1); /* nobody reads `slow`: it must neither stop `fast` nor lose anything */
+  rig_run(&rig, slow, &a_slow, 1);
+  rig_expect(prompt, 40, 500, true, &expected);
+  rig_same(&a_fast, &expected);
+  rig_expect(prompt, 50, 500, true, &expected);
+  rig_same(&a_slow, &expected);
+  sits_request_release(slow);
+  sits_request_release(fast);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void test_cancel_full_ring_still_ends(void **state)
+{
+  struct rig rig;
+  int32_t prompt[50];
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 50, 6);
+  struct sits_sampling s = rig_greedy(500);
+  s.ignore_eos = true;
+  struct sits_request *request = rig_submit(&rig, prompt, 50, 3, s);
+  for (int i = 0; i < 300; i++) engine_step_once(rig.engine);
+  sits_request_cancel(request, 1);
+  for (int i = 0; i < 5; i++) engine_step_once(rig.engine);
+  sits_request_cancel(request, -1);
+  sits_request_cancel(request, -1);
+  for (int i = 0; i < 5; i++) engine_step_once(rig.engine);
+  memset(got, 0, sizeof got);
+  assert_int_equal(rig_drain(request, got, 3), 3);
+  for (int i = 0; i < 3; i++) assert_int_equal(got[i].finish, SITS_FINISH_CANCELLED);
+  sits_request_release(request);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void test_leader_cancelled_during_prefill(void **state)
+{
+  struct rig rig;
+  int32_t prompt[600];
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 600, 16);
+  struct sits_sampling s = rig_greedy(30);
+  s.ignore_eos = true;
+  struct sits_request *request = rig_submit(&rig, prompt, 600, 3, s);
+  engine_step_once(rig.engine);
+  engine_step_once(rig.engine);
+  sits_request_cancel(request, 0); /* it leads the prefill */
+  memset(got, 0, sizeof got);
+  rig_run(&rig, request, got, 3);
+  rig_expect(prompt, 600, 30, true, &expected);
+  assert_int_equal(got[0].finish, SITS_FINISH_CANCELLED);
+  assert_int_equal(got[0].n, 0);
+  rig_same(&got[1], &expected);
+  rig_same(&got[2], &expected);
+  sits_request_release(request);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void test_deadline(void **state)
+{
+  struct rig rig;
+  int32_t prompt[50];
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 50, 6);
+  struct sits_request_params params = {.prompt = prompt, .n_prompt = 50, .n_choices = 2, .sampling = rig_greedy(900),
+                                       .service_class = SITS_CLASS_LOW, .deadline_us = clock_monotonic_us() + 20000};
+  params.sampling.ignore_eos = true;
+  struct sits_request *request;
+  struct sits_error err;
+  atomic_store(&rig.fake.step_delay_us, 1000);
+  assert_int_equal(sits_engine_submit(rig.engine, &params, &request, &err), SITS_OK);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, request, got, 2);
+  for (int i = 0; i < 2; i++) {
+    assert_int_equal(got[i].finish, SITS_FINISH_DEADLINE);
+    assert_int_equal(got[i].status, SITS_DEADLINE);
+    assert_in_range(got[i].n, 1, 40);
+  }
+  sits_request_release(request);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void test_device_error(void **state)
+{
+  struct rig rig;
+  int32_t prompt[50];
+  struct sits_error err;
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 50, 6);
+  atomic_store(&rig.fake.fail_at_step, 5);
+  struct sits_request *request = rig_submit(&rig, prompt, 50, 2, rig_greedy(100)), *second;
+  memset(got, 0, sizeof got);
+  rig_run(&rig, request, got, 2);
+  for (int i = 0; i < 2; i++) {
+    assert_int_equal(got[i].finish, SITS_FINISH_ERROR);
+    assert_int_equal(got[i].status, SITS_DEVICE);
+  }
+  assert_int_equal(engine_state(rig.engine), ENGINE_FAILED);
+  struct sits_request_params params = {.prompt = prompt, .n_prompt = 50, .n_choices = 1, .sampling = rig_greedy(10)};
+  assert_int_equal(sits_engine_submit(rig.engine, &params, &second, &err), SITS_UNAVAILABLE);
+  sits_request_release(request);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void expect_refused(struct rig *rig, struct sits_request_params params, enum sits_status status, const char *param)
+{
+  struct sits_request *request = (struct sits_request *)1;
+  struct sits_error err = {0};
+  assert_int_equal(sits_engine_submit(rig->engine, &params, &request, &err), status);
+  assert_ptr_equal(request, (struct sits_request *)1);
+  assert_string_equal(err.param, param);
+}
+
+static void test_bad_requests_are_refused(void **state)
+{
+  struct rig rig;
+  int32_t prompt[1100];
+  struct engine_options options = rig_options();
+  options.max_waiting_requests = 3;
+  options.max_waiting_tokens = 250;
+  rig_open(&rig, options, 64);
+  rig_prompt(prompt, 1100, 6);
+  struct sits_request_params ok = {.prompt = prompt, .n_prompt = 100, .n_choices = 1, .sampling = rig_greedy(10)}, p;
+  p = ok, p.n_prompt = 0, expect_refused(&rig, p, SITS_INVALID_ARGUMENT, "prompt");
+  p = ok, p.n_choices = 9, expect_refused(&rig, p, SITS_INVALID_ARGUMENT, "n");
+  p = ok, p.sampling.temperature = -1, expect_refused(&rig, p, SITS_INVALID_ARGUMENT, "temperature");
+  p = ok, p.sampling.top_p = 0, expect_refused(&rig, p, SITS_INVALID_ARGUMENT, "top_p");
+  p = ok, p.sampling.max_tokens = 0, expect_refused(&rig, p, SITS_INVALID_ARGUMENT, "max_tokens");
+  p = ok, p.n_prompt = 1020, expect_refused(&rig, p, SITS_CONTEXT_LENGTH, "messages");
+  int32_t bad_token = RIG_VOCAB;
+  p = ok, p.prompt = &bad_token, p.n_prompt = 1, expect_refused(&rig, p, SITS_INVALID_ARGUMENT, "prompt");
+  struct sits_request *a = rig_submit(&rig, prompt, 100, 1, rig_greedy(3)), *b = rig_submit(&rig, prompt, 120, 1, rig_greedy(3));
+  expect_refused(&rig, ok, SITS_QUEUE_FULL, ""); /* 320 tokens */
+  p = ok, p.n_prompt = 20;
+  struct sits_request *c = rig_submit(&rig, prompt, 20, 1, rig_greedy(3));
+  expect_refused(&rig, p, SITS_QUEUE_FULL, ""); /* the fourth request */
+  engine_drain(rig.engine);
+  expect_refused(&rig, ok, SITS_UNAVAILABLE, "");
+  struct engine_stats stats;
+  engine_stats(rig.engine, &stats);
+  assert_int_equal(stats.rejected_tokens, 1);
+  assert_int_equal(stats.rejected_requests, 1);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, a, &got[0], 1);
+  rig_run(&rig, b, &got[1], 1);
+  rig_run(&rig, c, &got[2], 1);
+  sits_request_release(a);
+  sits_request_release(b);
+  sits_request_release(c);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+static void test_release_cancels(void **state)
+{
+  struct rig rig;
+  int32_t prompt[50];
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 50, 6);
+  struct sits_sampling s = rig_greedy(500);
+  s.ignore_eos = true;
+  for (int i = 0; i < 20; i++) {
+    struct sits_request *request = rig_submit(&rig, prompt, 50, 1 + i % 3, s);
+    for (int k = 0; k < i; k++) engine_step_once(rig.engine);
+    sits_request_release(request);
+  }
+  for (int k = 0; k < 3; k++) engine_step_once(rig.engine);
+  rig_idle(&rig);
+  rig_close(&rig);
+  assert_int_equal(mem_live_blocks(), 0);
+}
+
+static void test_stop_ids_and_min_tokens(void **state)
+{
+  struct rig rig;
+  int32_t prompt[30], stop;
+  rig_open(&rig, rig_options(), 64);
+  rig_prompt(prompt, 30, 9);
+  rig_expect(prompt, 30, 20, true, &expected);
+  stop = expected.tokens[5];
+  int32_t first = 0;
+  while (expected.tokens[first] != stop) first++;
+  struct sits_sampling s = rig_greedy(20);
+  s.ignore_eos = true;
+  s.stop_ids = &stop;
+  s.n_stop_ids = 1;
+  struct sits_request *request = rig_submit(&rig, prompt, 30, 1, s);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, request, got, 1);
+  assert_int_equal(got[0].finish, SITS_FINISH_STOP);
+  assert_int_equal(got[0].stop_token, stop);
+  assert_int_equal(got[0].n, first); /* the stop token is not part of the answer */
+  sits_request_release(request);
+  s.min_tokens = first + 1;
+  request = rig_submit(&rig, prompt, 30, 1, s);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, request, got, 1);
+  assert_true(got[0].n > first);
+  for (int i = 0; i <= first; i++) assert_int_not_equal(got[0].tokens[i], stop);
+  sits_request_release(request);
+  rig_close(&rig);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_one_request), cmocka_unit_test(test_many_share_steps), cmocka_unit_test(test_tiny_pool_preempts),
+      cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_sampled_choices_differ_and_repeat), cmocka_unit_test(test_prefix_is_reused),
+      cmocka_unit_test(test_prompt_logprobs), cmocka_unit_test(test_slow_consumer_is_left_out),
+      cmocka_unit_test(test_cancel_full_ring_still_ends), cmocka_unit_test(test_leader_cancelled_during_prefill),
+      cmocka_unit_test(test_deadline), cmocka_unit_test(test_device_error), cmocka_unit_test(test_bad_requests_are_refused),
+      cmocka_unit_test(test_release_cancels), cmocka_unit_test(test_stop_ids_and_min_tokens),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
