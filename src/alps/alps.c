@@ -272,7 +272,8 @@ void alps_check(const struct alps *alps)
     const struct alps_entry *e = &alps->entries[id];
     if (e->state == ALPS_FREE) continue;
     int32_t c = e->request.service_class;
-    require(alps->tenants[e->tenant].key == e->request.tenant && alps->tenants[e->tenant].service_class == c, "an entry knows its tenant", id);
+    const struct alps_tenant *t = &alps->tenants[e->tenant];
+    require(t->key == e->request.tenant && t->service_class == c, "an entry knows its tenant", id);
     if (e->state == ALPS_WAITING) {
       n_waiting[c]++;
       tokens[c] += e->request.n_known;

@@ -164,7 +164,8 @@ void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /*
 
 /* engine_output.c */
 void engine_outputs(struct sits_engine *engine, const struct backend_result *result);
-void engine_finish(struct sits_engine *engine, struct engine_choice *choice, enum sits_finish finish, enum sits_status status, int32_t token);
+void engine_finish(struct sits_engine *engine, struct engine_choice *choice, enum sits_finish finish, enum sits_status status,
+                   int32_t token);
 void engine_finish_all(struct sits_engine *engine, struct sits_request *request, enum sits_finish finish, enum sits_status status);
 
 /* engine_deadline.c */

@@ -64,7 +64,8 @@ static void finish_request(struct sits_engine *engine, struct sits_request *requ
   engine->done = request;
 }
 
-void engine_finish(struct sits_engine *engine, struct engine_choice *choice, enum sits_finish finish, enum sits_status status, int32_t token)
+void engine_finish(struct sits_engine *engine, struct engine_choice *choice, enum sits_finish finish, enum sits_status status,
+                   int32_t token)
 {
   struct sits_request *request = choice->request;
   if (choice->is_done) return;

@@ -49,8 +49,8 @@ static enum sits_status check_params(const struct sits_engine *engine, const str
   if (status != SITS_OK) return status;
   if ((int64_t)p->n_prompt + p->sampling.max_tokens > o->max_model_len) {
     return sits_fail_param(err, SITS_CONTEXT_LENGTH, "messages",
-                           "this model's maximum context length is %d tokens; the prompt has %d and up to %d were asked for", o->max_model_len,
-                           p->n_prompt, p->sampling.max_tokens);
+                           "this model's maximum context length is %d tokens; the prompt has %d and up to %d were asked for",
+                           o->max_model_len, p->n_prompt, p->sampling.max_tokens);
   }
   for (int32_t i = 0; i < p->n_prompt; i++) {
     if (p->prompt[i] < 0 || p->prompt[i] >= o->n_vocab) return bad(err, "prompt", "a token id is outside the vocabulary");

@@ -24,8 +24,8 @@ struct rig {
 
 static inline struct engine_options rig_options(void)
 {
-  return (struct engine_options){.n_vocab = RIG_VOCAB, .max_model_len = 1024, .max_num_seqs = 8, .max_num_batched_tokens = 128, .max_rows = 32,
-                                 .prefix_caching = true};
+  return (struct engine_options){.n_vocab = RIG_VOCAB, .max_model_len = 1024, .max_num_seqs = 8, .max_num_batched_tokens = 128,
+                                 .max_rows = 32, .prefix_caching = true};
 }
 
 static inline void rig_open(struct rig *rig, struct engine_options options, int32_t n_pages)
@@ -66,7 +66,8 @@ static inline void rig_prompt(int32_t *tokens, int32_t n, uint32_t seed)
   }
 }
 
-static inline struct sits_request *rig_submit(struct rig *rig, const int32_t *prompt, int32_t n, int32_t n_choices, struct sits_sampling sampling)
+static inline struct sits_request *rig_submit(struct rig *rig, const int32_t *prompt, int32_t n, int32_t n_choices,
+                                              struct sits_sampling sampling)
 {
   struct sits_request_params params = {.prompt = prompt, .n_prompt = n, .n_choices = n_choices, .sampling = sampling,
                                        .service_class = SITS_CLASS_NORMAL, .id = "t"};

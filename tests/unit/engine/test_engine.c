@@ -429,7 +429,8 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_one_request), cmocka_unit_test(test_many_share_steps), cmocka_unit_test(test_tiny_pool_preempts),
-      cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_sampled_choices_differ_and_repeat), cmocka_unit_test(test_prefix_is_reused),
+      cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_sampled_choices_differ_and_repeat),
+      cmocka_unit_test(test_prefix_is_reused),
       cmocka_unit_test(test_prompt_logprobs), cmocka_unit_test(test_slow_consumer_is_left_out),
       cmocka_unit_test(test_cancel_full_ring_still_ends), cmocka_unit_test(test_leader_cancelled_during_prefill),
       cmocka_unit_test(test_deadline), cmocka_unit_test(test_device_error), cmocka_unit_test(test_bad_requests_are_refused),
