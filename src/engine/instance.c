@@ -57,7 +57,7 @@ static enum sits_status size_pages(struct instance *instance, struct sits_error 
   int32_t holds = (int32_t)n_pages * KV_PAGE_TOKENS;
   if (n_pages == 0 || (holds < length && o->max_model_len > 0)) {
     return sits_fail_param(err, SITS_CONFIG, "kv-cache-memory",
-                           "one sequence of %d tokens needs %llu bytes of cache, %llu are available; lower max-model-len or raise the cache",
+                           "one sequence of %d tokens needs %llu bytes of cache, %llu are there; lower max-model-len or raise the cache",
                            length, (unsigned long long)r->page_bytes * (unsigned long long)pages_for(length), (unsigned long long)bytes);
   }
   if (holds < length) {
