@@ -1,0 +1,139 @@
+/* Shared by the files of front/http: the server, one request, and the steps between them. */
+#ifndef SITS_FRONT_HTTP_HTTP_INTERNAL_H
+#define SITS_FRONT_HTTP_HTTP_INTERNAL_H
+
+#include <microhttpd.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "base/buf.h"
+#include "front/http/http_reply.h"
+#include "front/http/http_server.h"
+
+#define HTTP_STREAM_HIGH_BYTES (256 << 10) /* a stream's unsent bytes beyond which its events stay in the engine */
+#define HTTP_STREAM_LOW_BYTES (64 << 10)   /* and below which they flow again */
+#define HTTP_WATCH_BUCKETS 1024
+
+struct http_request;
+
+struct http_route {
+  const char *path;              /* exact, or a prefix when it ends in '/' */
+  bool is_post;                  /* POST, else GET and HEAD */
+  bool is_public;                /* no key asked */
+  enum api_kind kind;            /* of POST routes */
+  void (*answer)(struct http_request *request); /* GET: on the pool's thread; POST: on a worker. Ends in http_respond* or waits for one */
+};
+extern const struct http_route http_routes[];
+extern const int http_n_routes;
+
+/* Why a suspended connection sleeps. */
+enum http_wait { HTTP_WAIT_NONE, HTTP_WAIT_RESPONSE, HTTP_WAIT_BYTES };
+
+struct http_request {
+  struct http_server *server;         /* [init] */
+  atomic_int n_refs;                  /* [atomic] MHD, worker, sink, look-ups */
+  uint64_t number;                    /* [init] unique, what the watcher's epoll carries */
+  struct MHD_Connection *connection;  /* [mutex] usable until is_completed */
+  int fd;                             /* [mutex] likewise */
+  int route;                          /* [init] index, -1 unknown */
+  bool is_head;                       /* [init] */
+  const char *tail;                   /* [pool] what follows a prefix route's path; valid within the handler */
+  char id[68];                        /* [init] X-Request-Id */
+  int64_t started_us;                 /* [init] */
+  struct buf body;                    /* [pool] while it arrives, then [worker] */
+  bool is_too_large;                  /* [pool] */
+  size_t n_dropped_bytes;             /* [pool] of a body that is too large */
+  bool is_begun;                      /* [pool] the whole request is here and was handed on */
+  bool is_watched;                    /* [pool] */
+
+  pthread_mutex_t mutex;
+  enum http_wait wait;                /* [mutex] */
+  bool is_completed;                  /* [mutex] MHD is done with it */
+  bool is_gone;                       /* [mutex] the client left, or is to be cut */
+  struct MHD_Response *response;      /* [mutex] set once by http_respond; taken by the handler */
+  int status;                         /* [mutex] its HTTP status */
+  struct api_call *call;              /* [mutex] one reference; NULL until created */
+  struct http_reply reply;            /* [mutex] */
+  bool has_reply;                     /* [mutex] */
+  bool is_stream;                     /* [mutex] */
+  struct buf out;                     /* [mutex] stream bytes; those before out_at are sent */
+  size_t out_at;                      /* [mutex] */
+  bool is_finished;                   /* [mutex] nothing will be appended to out */
+  bool is_stalled;                    /* [mutex] the api was told that out is full */
+  int64_t oldest_us;                  /* [mutex] when the step ended that made the oldest unsent token, 0 none */
+  int64_t last_write_us;              /* [mutex] of bytes taken by the writer */
+  int64_t n_prompt_tokens, n_output_tokens; /* [mutex] for the log line */
+
+  struct http_request *next, *previous; /* [mutex server.mutex] all requests */
+  struct http_request *hash_next;       /* [mutex server.mutex] watched ones, by number */
+};
+
+struct http_job { struct http_request *request; struct http_job *next; };
+
+struct http_server {
+  struct http_options options;        /* [init] */
+  struct api *api;                    /* [init] */
+  struct health *health;              /* [init] */
+  struct metrics *metrics;            /* [init] */
+  _Atomic(const struct http_engine *) engine; /* [atomic] */
+  struct MHD_Daemon *daemon;          /* [init] */
+  int port;                           /* [init] */
+  int listen_fd;                      /* [owner] after quiesce */
+  char *cert, *key;                   /* [init] PEM texts, owned */
+  atomic_bool is_draining;            /* [atomic] */
+  _Atomic uint64_t next_number;       /* [atomic] */
+
+  pthread_mutex_t mutex;
+  pthread_cond_t idle;                /* n_requests fell to 0 */
+  struct http_request *requests;      /* [mutex] */
+  int64_t n_requests;                 /* [mutex] */
+  struct http_request *watched[HTTP_WATCH_BUCKETS]; /* [mutex] */
+
+  pthread_mutex_t work_mutex;
+  pthread_cond_t work_wake;
+  struct http_job *jobs, *last_job;   /* [work_mutex] */
+  int64_t n_jobs;                     /* [work_mutex] */
+  bool is_work_stopping;              /* [work_mutex] */
+  pthread_t *workers;                 /* [init] [n_workers] */
+  int n_workers;
+
+  int epoll_fd, stop_fd;              /* [init] */
+  pthread_t watcher;
+  bool has_watcher;
+};
+
+/* http_request.c */
+struct http_request *http_request_create(struct http_server *server, struct MHD_Connection *connection);
+void http_request_ref(struct http_request *request);
+void http_request_unref(struct http_request *request);
+/* Wake the connection if it sleeps for this reason; the request's mutex is held. */
+void http_wake_locked(struct http_request *request, enum http_wait wait);
+/* Answer. The body's bytes are taken over. Any thread, once; later ones are dropped. */
+void http_respond(struct http_request *request, int status, const char *content_type, struct buf *body);
+void http_respond_error(struct http_request *request, enum sits_status status, const char *text, const char *param);
+void http_respond_failure(struct http_request *request, enum sits_status status, const struct sits_error *err);
+/* Add what every response carries. */
+void http_add_headers(struct http_request *request, struct MHD_Response *response);
+
+/* http_routes.c */
+int http_route_find(const char *url, const char **tail);   /* -1: none */
+
+/* http_generate.c, http_tokenize.c */
+void http_answer_generate(struct http_request *request);
+void http_answer_tokenize(struct http_request *request);
+void http_answer_detokenize(struct http_request *request);
+/* The client left: end its call. */
+void http_request_abandon(struct http_request *request);
+
+/* http_work.c */
+enum sits_status http_work_start(struct http_server *server, struct sits_error *err) SITS_MUST_CHECK;
+bool http_work_push(struct http_server *server, struct http_request *request); /* false: the queue is full */
+void http_work_stop(struct http_server *server);
+
+/* http_watch.c */
+enum sits_status http_watch_start(struct http_server *server, struct sits_error *err) SITS_MUST_CHECK;
+void http_watch_add(struct http_request *request);
+void http_watch_remove(struct http_request *request);
+void http_watch_stop(struct http_server *server);
+
+#endif

@@ -1,0 +1,153 @@
+/* One HTTP request: creation, references, and the answer. See http_internal.h for who may touch what.
+ *
+ * An answer is made on any thread by http_respond, which only stores it and wakes the connection; the handler, called again by
+ * libmicrohttpd on its own thread, gives it to the socket. */
+#include <stdio.h>
+#include <string.h>
+#include <sys/random.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mem.h"
+#include "front/http/http_internal.h"
+
+/* A client's own id when it is harmless in headers and logs, else a random one. */
+static void choose_id(struct http_request *request)
+{
+  const char *given = MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, "X-Request-Id");
+  size_t n = given ? strspn(given, "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-_.:") : 0;
+  if (n > 0 && n <= 64 && !given[n]) {
+    memcpy(request->id, given, n + 1);
+    return;
+  }
+  unsigned char bytes[16] = {0};
+  if (getrandom(bytes, sizeof bytes, 0) != (ssize_t)sizeof bytes) memcpy(bytes, &request->number, sizeof request->number);
+  for (size_t i = 0; i < sizeof bytes; i++) snprintf(request->id + 2 * i, 3, "%02x", bytes[i]);
+}
+
+struct http_request *http_request_create(struct http_server *server, struct MHD_Connection *connection)
+{
+  struct http_request *request = mem_calloc(1, sizeof *request);
+  if (!request) return NULL;
+  request->server = server;
+  atomic_init(&request->n_refs, 1);
+  request->number = atomic_fetch_add(&server->next_number, 1);
+  request->connection = connection;
+  request->route = -1;
+  const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+  request->fd = info ? info->connect_fd : -1;
+  request->started_us = clock_monotonic_us();
+  request->last_write_us = request->started_us;
+  buf_init(&request->body, (size_t)api_limits(server->api)->max_body_bytes + 1);
+  buf_init(&request->out, 64u << 20);
+  pthread_mutex_init(&request->mutex, NULL);
+  choose_id(request);
+  pthread_mutex_lock(&server->mutex);
+  request->next = server->requests;
+  if (server->requests) server->requests->previous = request;
+  server->requests = request;
+  server->n_requests++;
+  pthread_mutex_unlock(&server->mutex);
+  return request;
+}
+
+void http_request_ref(struct http_request *request) { atomic_fetch_add(&request->n_refs, 1); }
+
+void http_request_unref(struct http_request *request)
+{
+  if (atomic_fetch_sub(&request->n_refs, 1) != 1) return;
+  if (request->call) api_call_release(request->call);
+  if (request->has_reply) http_reply_fini(&request->reply);
+  if (request->response) MHD_destroy_response(request->response);
+  buf_fini(&request->body);
+  buf_fini(&request->out);
+  pthread_mutex_destroy(&request->mutex);
+  mem_free(request);
+}
+
+void http_wake_locked(struct http_request *request, enum http_wait wait)
+{
+  if (wait == HTTP_WAIT_NONE || request->wait != wait || request->is_completed) return;
+  request->wait = HTTP_WAIT_NONE;
+  MHD_resume_connection(request->connection);
+}
+
+void http_add_headers(struct http_request *request, struct MHD_Response *response)
+{
+  MHD_add_response_header(response, "X-Request-Id", request->id);
+  MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
+  if (atomic_load(&request->server->is_draining)) MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
+}
+
+static void add_retry_after(struct http_request *request, enum sits_status status, struct MHD_Response *response)
+{
+  if (!sits_status_info(status)->retryable) return;
+  const struct http_engine *engine = atomic_load(&request->server->engine);
+  int32_t seconds = engine && status == SITS_QUEUE_FULL ? engine->retry_after_s(engine->context) : 1;
+  char text[16];
+  snprintf(text, sizeof text, "%d", seconds > 0 ? seconds : 1);
+  MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, text);
+}
+
+static struct MHD_Response *make_response(struct http_request *request, const char *content_type, struct buf *body)
+{
+  size_t n_bytes = 0;
+  char *bytes = body->failed ? NULL : buf_take(body, &n_bytes);
+  if (!bytes) {
+    buf_fini(body);
+    return NULL;
+  }
+  struct MHD_Response *response = MHD_create_response_from_buffer_with_free_callback(n_bytes, bytes, mem_free);
+  if (!response) {
+    mem_free(bytes);
+    return NULL;
+  }
+  MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, content_type);
+  http_add_headers(request, response);
+  return response;
+}
+
+/* Store the answer (NULL: the connection will be cut) and wake the connection. */
+static void store(struct http_request *request, int status, struct MHD_Response *response)
+{
+  pthread_mutex_lock(&request->mutex);
+  if (request->response || request->is_completed) {
+    if (response) MHD_destroy_response(response);
+  } else {
+    request->response = response;
+    request->status = status;
+    if (!response) request->is_gone = true;
+  }
+  http_wake_locked(request, HTTP_WAIT_RESPONSE);
+  pthread_mutex_unlock(&request->mutex);
+}
+
+void http_respond(struct http_request *request, int status, const char *content_type, struct buf *body)
+{
+  store(request, status, make_response(request, content_type, body));
+}
+
+void http_respond_error(struct http_request *request, enum sits_status status, const char *text, const char *param)
+{
+  struct buf body;
+  buf_init(&body, 64u << 10);
+  http_error_body(status, text, param, &body);
+  struct MHD_Response *response = make_response(request, "application/json", &body);
+  if (response) {
+    add_retry_after(request, status, response);
+    if (status == SITS_UNAUTHENTICATED) MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
+    if (status == SITS_METHOD_NOT_ALLOWED && request->route >= 0)
+      MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, http_routes[request->route].is_post ? "POST" : "GET, HEAD");
+  }
+  if (status == SITS_QUEUE_FULL || status == SITS_RATE_LIMITED) metrics_add(request->server->metrics, METRICS_REJECTED_QUEUE, 1);
+  if (status == SITS_UNAVAILABLE) metrics_add(request->server->metrics, METRICS_REJECTED_UNAVAILABLE, 1);
+  store(request, sits_status_info(status)->http, response);
+}
+
+void http_respond_failure(struct http_request *request, enum sits_status status, const struct sits_error *err)
+{
+  bool is_ours = err->status == status;
+  if (sits_status_info(status)->http >= 500)
+    log_warn("http", "id=%s status=%s %s", request->id, sits_status_info(status)->name, is_ours ? err->text : "");
+  http_respond_error(request, status, is_ours ? err->text : NULL, is_ours ? err->param : NULL);
+}

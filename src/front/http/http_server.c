@@ -1,0 +1,430 @@
+/* See http_server.h. on_request is called by libmicrohttpd for each step of a request: headers, body bytes, end, and again when a
+ * suspended connection was resumed with its answer. */
+#include "front/http/http_server.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mapfile.h"
+#include "base/mem.h"
+#include "front/http/http_internal.h"
+
+#define CONNECTION_MEMORY_BYTES (32u << 10) /* headers and the window of a body */
+#define MAX_HEADERS 100
+#define LISTEN_BACKLOG 1024
+#define DRAIN_BODY_FACTOR 4                 /* a chunked body is read and dropped up to that many times the limit, for a clean 413 */
+
+/* ---- checks before the body ---- */
+
+/* Whether two texts are equal, in time that does not depend on where they differ. */
+static bool equal_secret(const char *a, const char *b)
+{
+  size_t n_a = strlen(a), n_b = strlen(b), n = n_a > n_b ? n_a : n_b;
+  volatile unsigned char difference = (unsigned char)(n_a != n_b);
+  for (size_t i = 0; i < n; i++) difference |= (unsigned char)(a[i < n_a ? i : n_a] ^ b[i < n_b ? i : n_b]);
+  return difference == 0;
+}
+
+static bool is_authorized(const struct http_request *request)
+{
+  const struct http_options *options = &request->server->options;
+  if (!options->api_key) return true;
+  if (request->route >= 0) {
+    const struct http_route *route = &http_routes[request->route];
+    if (route->is_public || (!strcmp(route->path, "/metrics") && !options->metrics_require_key)) return true;
+  }
+  const char *value = MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION);
+  if (!value || strncasecmp(value, "Bearer ", 7)) return false;
+  value += 7;
+  while (*value == ' ') value++;
+  return equal_secret(value, options->api_key);
+}
+
+struct framing { int n_length, n_encoding, n_host, n_headers; const char *length, *encoding; };
+
+static enum MHD_Result note_header(void *context, enum MHD_ValueKind kind, const char *name, const char *value)
+{
+  struct framing *framing = context;
+  framing->n_headers++;
+  if (!strcasecmp(name, MHD_HTTP_HEADER_CONTENT_LENGTH)) {
+    framing->n_length++;
+    framing->length = value;
+  } else if (!strcasecmp(name, MHD_HTTP_HEADER_TRANSFER_ENCODING)) {
+    framing->n_encoding++;
+    framing->encoding = value;
+  } else if (!strcasecmp(name, MHD_HTTP_HEADER_HOST)) {
+    framing->n_host++;
+  }
+  return MHD_YES;
+}
+
+/* What could make a proxy and this server see different requests is refused; libmicrohttpd alone would let it pass. */
+static enum sits_status check_framing(struct http_request *request, const char **text)
+{
+  struct framing framing = {0};
+  MHD_get_connection_values(request->connection, MHD_HEADER_KIND, note_header, &framing);
+  *text = NULL;
+  if (framing.n_length > 1) *text = "more than one Content-Length header";
+  else if (framing.n_length && framing.n_encoding) *text = "both Content-Length and Transfer-Encoding";
+  else if (framing.n_encoding > 1 || (framing.encoding && strcasecmp(framing.encoding, "chunked")))
+    *text = "a Transfer-Encoding other than chunked";
+  else if (framing.n_host > 1) *text = "more than one Host header";
+  else if (framing.n_headers > MAX_HEADERS) *text = "too many headers";
+  if (*text) return SITS_INVALID_ARGUMENT;
+  if (!framing.length) return SITS_OK;
+  char *end;
+  errno = 0;
+  long long n = strtoll(framing.length, &end, 10);
+  if (*end || end == framing.length || n < 0) {
+    *text = "a Content-Length that is no number";
+    return SITS_INVALID_ARGUMENT;
+  }
+  if (errno || n > api_limits(request->server->api)->max_body_bytes) return SITS_TOO_LARGE;
+  return SITS_OK;
+}
+
+static bool has_json_type(const struct http_request *request)
+{
+  const char *type = MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_CONTENT_TYPE);
+  static const char json[] = "application/json";
+  if (!type) return true;
+  return !strncasecmp(type, json, sizeof json - 1) && strchr(" ;\t", type[sizeof json - 1]); /* strchr finds the terminator too */
+}
+
+/* Decide on method, headers and key; on failure the answer is stored. */
+static enum sits_status check_head(struct http_request *request, const char *method)
+{
+  const char *text = NULL;
+  enum sits_status status = check_framing(request, &text);
+  bool is_get = !strcmp(method, "GET") || !strcmp(method, "HEAD");
+  request->is_head = !strcmp(method, "HEAD");
+  if (!status && !is_authorized(request)) {
+    status = SITS_UNAUTHENTICATED;
+  } else if (!status && request->route < 0) {
+    status = SITS_NOT_FOUND;
+    text = "there is no such route";
+  } else if (!status && (http_routes[request->route].is_post ? strcmp(method, "POST") != 0 : !is_get)) {
+    status = SITS_METHOD_NOT_ALLOWED;
+  } else if (!status && http_routes[request->route].is_post && !has_json_type(request)) {
+    status = SITS_UNSUPPORTED_MEDIA;
+    text = "the body must be application/json";
+  }
+  if (status) http_respond_error(request, status, text, NULL);
+  return status;
+}
+
+/* ---- libmicrohttpd's callbacks ---- */
+
+/* Give the stored answer to the socket; no answer means: cut the connection. */
+static enum MHD_Result queue_answer(struct http_request *request)
+{
+  pthread_mutex_lock(&request->mutex);
+  struct MHD_Response *response = request->is_gone ? NULL : request->response;
+  int status = request->status;
+  pthread_mutex_unlock(&request->mutex);
+  return response ? MHD_queue_response(request->connection, (unsigned)status, response) : MHD_NO;
+}
+
+static enum MHD_Result take_body(struct http_request *request, const char *bytes, size_t n_bytes)
+{
+  size_t most = (size_t)api_limits(request->server->api)->max_body_bytes;
+  if (!request->is_too_large && request->body.size + n_bytes <= most && buf_append(&request->body, bytes, n_bytes)) return MHD_YES;
+  if (!request->is_too_large) { /* only a chunked body comes here: libmicrohttpd allows no answer before its end */
+    request->is_too_large = true;
+    request->n_dropped_bytes = request->body.size;
+    buf_fini(&request->body);
+  }
+  request->n_dropped_bytes += n_bytes;
+  return request->n_dropped_bytes > most * DRAIN_BODY_FACTOR ? MHD_NO : MHD_YES;
+}
+
+static enum MHD_Result hand_to_worker(struct http_request *request)
+{
+  request->is_begun = true;
+  pthread_mutex_lock(&request->mutex);
+  request->wait = HTTP_WAIT_RESPONSE;
+  MHD_suspend_connection(request->connection);
+  pthread_mutex_unlock(&request->mutex);
+  http_watch_add(request);
+  if (!http_work_push(request->server, request))
+    http_respond_error(request, SITS_QUEUE_FULL, "too many requests are waiting to be read", NULL);
+  return MHD_YES;
+}
+
+static enum MHD_Result on_request(void *context, struct MHD_Connection *connection, const char *url, const char *method,
+                                  const char *version, const char *upload, size_t *n_upload, void **slot)
+{
+  struct http_server *server = context;
+  struct http_request *request = *slot;
+  if (!request) {
+    request = http_request_create(server, connection);
+    if (!request) return MHD_NO;
+    *slot = request;
+    const char *tail = NULL;
+    request->route = http_route_find(url, &tail);
+    return check_head(request, method) ? queue_answer(request) : MHD_YES;
+  }
+  if (*n_upload) {
+    enum MHD_Result result = take_body(request, upload, *n_upload);
+    *n_upload = 0;
+    return result;
+  }
+  if (request->is_begun || request->response) return queue_answer(request);
+  if (request->is_too_large) {
+    http_respond_error(request, SITS_TOO_LARGE, NULL, NULL);
+    return queue_answer(request);
+  }
+  if (http_routes[request->route].is_post) return hand_to_worker(request);
+  request->is_begun = true;
+  http_route_find(url, &request->tail);
+  http_routes[request->route].answer(request);
+  return queue_answer(request);
+}
+
+static void log_request(const struct http_request *request)
+{
+  int64_t took_us = clock_monotonic_us() - request->started_us;
+  const char *path = request->route >= 0 ? http_routes[request->route].path : "?";
+  bool is_call = request->route >= 0 && http_routes[request->route].is_post;
+  if (is_call)
+    log_info("http", "id=%s route=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s", request->id, path, request->status,
+             (double)took_us / 1000, (long long)request->n_prompt_tokens, (long long)request->n_output_tokens,
+             request->is_gone ? " client_left=1" : "");
+  else log_debug("http", "id=%s route=%s status=%d ms=%.1f", request->id, path, request->status, (double)took_us / 1000);
+}
+
+static void on_completed(void *context, struct MHD_Connection *connection, void **slot, enum MHD_RequestTerminationCode code)
+{
+  struct http_server *server = context;
+  struct http_request *request = *slot;
+  if (!request) return;
+  *slot = NULL;
+  http_watch_remove(request);
+  pthread_mutex_lock(&request->mutex);
+  request->is_completed = true;
+  request->wait = HTTP_WAIT_NONE;
+  if (code != MHD_REQUEST_TERMINATED_COMPLETED_OK) request->is_gone = true;
+  struct api_call *call = request->call;
+  struct MHD_Response *response = request->response; /* a stream's response holds the request: let it go here, not in the destructor */
+  request->response = NULL;
+  log_request(request);
+  metrics_http(server->metrics, request->route < 0 ? http_n_routes : request->route, request->status);
+  pthread_mutex_unlock(&request->mutex);
+  if (response) MHD_destroy_response(response);
+  if (call) api_call_cancel(call, SITS_CANCELLED); /* does nothing when it is done */
+  pthread_mutex_lock(&server->mutex);
+  if (request->previous) request->previous->next = request->next;
+  else server->requests = request->next;
+  if (request->next) request->next->previous = request->previous;
+  if (--server->n_requests == 0) pthread_cond_broadcast(&server->idle);
+  pthread_mutex_unlock(&server->mutex);
+  http_request_unref(request);
+}
+
+/* A silent peer sends no FIN: let the kernel find out. A small send buffer bounds what a slow reader holds there. */
+static void on_connection(void *context, struct MHD_Connection *connection, void **slot, enum MHD_ConnectionNotificationCode code)
+{
+  if (code != MHD_CONNECTION_NOTIFY_STARTED) return;
+  const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+  if (!info) return;
+  int one = 1, idle_s = 30, interval_s = 10, probes = 3, user_timeout_ms = 60000, send_bytes = 128 << 10;
+  setsockopt(info->connect_fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
+  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &user_timeout_ms, sizeof user_timeout_ms);
+  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  setsockopt(info->connect_fd, SOL_SOCKET, SO_SNDBUF, &send_bytes, sizeof send_bytes);
+}
+
+__attribute__((format(printf, 2, 0))) static void on_log(void *context, const char *format, va_list args)
+{
+  char line[512];
+  if (!log_enabled(LOG_DEBUG)) return; /* one line per peer that broke off: for debugging only */
+  vsnprintf(line, sizeof line, format, args);
+  size_t n = strlen(line);
+  if (n && line[n - 1] == '\n') line[n - 1] = '\0';
+  log_debug("mhd", "%s", line);
+}
+
+/* ---- start and stop ---- */
+
+static enum sits_status read_text(const char *path, char **out, struct sits_error *err)
+{
+  struct mapfile file;
+  enum sits_status status = mapfile_open(&file, path, err);
+  if (status) return status;
+  *out = mem_strndup((const char *)file.data, file.n_bytes);
+  mapfile_close(&file);
+  return *out ? SITS_OK : sits_fail(err, SITS_NOMEM, "%s: no memory", path);
+}
+
+/* A bound, listening socket; its port goes to server->port. */
+static enum sits_status listen_on(struct http_server *server, int *out, struct sits_error *err)
+{
+  const char *host = server->options.host ? server->options.host : "127.0.0.1";
+  char service[16];
+  snprintf(service, sizeof service, "%d", server->options.port);
+  struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE | AI_NUMERICSERV}, *list = NULL;
+  int failed = getaddrinfo(host, service, &hints, &list);
+  if (failed) return sits_fail_param(err, SITS_IO, "host", "%s: %s", host, gai_strerror(failed));
+  int fd = -1, saved = 0;
+  for (struct addrinfo *at = list; at && fd < 0; at = at->ai_next) {
+    int one = 1;
+    fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd >= 0 && (setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one) || bind(fd, at->ai_addr, at->ai_addrlen) ||
+                    listen(fd, LISTEN_BACKLOG))) {
+      saved = errno;
+      close(fd);
+      fd = -1;
+    }
+  }
+  freeaddrinfo(list);
+  if (fd < 0)
+    return sits_fail_param(err, SITS_IO, "port", "cannot listen on %s port %d: %s", host, server->options.port,
+                           strerror(saved ? saved : errno));
+  struct sockaddr_storage bound = {0};
+  socklen_t n = sizeof bound;
+  getsockname(fd, (struct sockaddr *)&bound, &n);
+  server->port = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port : ((struct sockaddr_in *)&bound)->sin_port);
+  *out = fd;
+  return SITS_OK;
+}
+
+static enum sits_status start_daemon(struct http_server *server, struct sits_error *err)
+{
+  const struct http_options *options = &server->options;
+  enum sits_status status = SITS_OK;
+  if (options->ssl_certfile) {
+    status = read_text(options->ssl_certfile, &server->cert, err);
+    if (!status) status = read_text(options->ssl_keyfile, &server->key, err);
+    if (status) return status;
+  }
+  int fd = -1;
+  status = listen_on(server, &fd, err);
+  if (status) return status;
+  struct MHD_OptionItem more[4] = {{MHD_OPTION_END, 0, NULL}};
+  int n = 0;
+  if (options->n_threads > 1) more[n++] = (struct MHD_OptionItem){MHD_OPTION_THREAD_POOL_SIZE, options->n_threads, NULL};
+  if (server->cert) {
+    more[n++] = (struct MHD_OptionItem){MHD_OPTION_HTTPS_MEM_CERT, 0, server->cert};
+    more[n++] = (struct MHD_OptionItem){MHD_OPTION_HTTPS_MEM_KEY, 0, server->key};
+  }
+  more[n] = (struct MHD_OptionItem){MHD_OPTION_END, 0, NULL};
+  unsigned flags = MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG | (server->cert ? MHD_USE_TLS : 0);
+  server->daemon = MHD_start_daemon(
+    flags, 0, NULL, NULL, on_request, server, MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, fd,
+    MHD_OPTION_CONNECTION_LIMIT, (unsigned)options->max_connections, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)options->idle_timeout_s,
+    MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_MEMORY_BYTES, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_NOTIFY_COMPLETED,
+    on_completed, server, MHD_OPTION_NOTIFY_CONNECTION, on_connection, server, MHD_OPTION_ARRAY, more, MHD_OPTION_END);
+  if (server->daemon) return SITS_OK;
+  close(fd);
+  return sits_fail(err, SITS_INTERNAL, "the HTTP server could not be started%s", server->cert ? " (are certificate and key right?)" : "");
+}
+
+enum sits_status http_server_start(const struct http_options *options, struct api *api, struct health *health, struct metrics *metrics,
+                                   struct http_server **out, struct sits_error *err)
+{
+  struct http_server *server = mem_calloc(1, sizeof *server);
+  if (!server) return sits_fail(err, SITS_NOMEM, "no memory for the HTTP server");
+  server->options = *options;
+  server->api = api;
+  server->health = health;
+  server->metrics = metrics;
+  server->epoll_fd = server->stop_fd = server->listen_fd = -1;
+  atomic_init(&server->next_number, 1);
+  pthread_mutex_init(&server->mutex, NULL);
+  pthread_mutex_init(&server->work_mutex, NULL);
+  pthread_condattr_t monotonic;
+  pthread_condattr_init(&monotonic);
+  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  pthread_cond_init(&server->idle, &monotonic);
+  pthread_condattr_destroy(&monotonic);
+  pthread_cond_init(&server->work_wake, NULL);
+  static const char *route_names[32];
+  int n = 0;
+  for (; n < http_n_routes; n++) route_names[n] = http_routes[n].path;
+  route_names[n++] = "other";
+  metrics_set_routes(metrics, route_names, n);
+  enum sits_status status = http_work_start(server, err);
+  if (!status) status = http_watch_start(server, err);
+  if (!status) status = start_daemon(server, err);
+  if (status) {
+    http_server_stop(server);
+    return status;
+  }
+  *out = server;
+  return SITS_OK;
+}
+
+int http_server_port(const struct http_server *server) { return server->port; }
+void http_server_set_engine(struct http_server *server, const struct http_engine *engine) { atomic_store(&server->engine, engine); }
+
+void http_server_quiesce(struct http_server *server)
+{
+  atomic_store(&server->is_draining, true);
+  if (server->listen_fd >= 0) return;
+  server->listen_fd = MHD_quiesce_daemon(server->daemon);
+  if (server->listen_fd >= 0) shutdown(server->listen_fd, SHUT_RDWR); /* connects are refused at once, not left in the backlog */
+}
+
+bool http_server_wait_idle(struct http_server *server, int64_t timeout_us)
+{
+  int64_t end_us = clock_monotonic_us() + timeout_us;
+  struct timespec end = {.tv_sec = end_us / 1000000, .tv_nsec = end_us % 1000000 * 1000};
+  pthread_mutex_lock(&server->mutex);
+  int failed = 0;
+  while (server->n_requests > 0 && failed != ETIMEDOUT) failed = pthread_cond_timedwait(&server->idle, &server->mutex, &end);
+  bool is_idle = server->n_requests == 0;
+  pthread_mutex_unlock(&server->mutex);
+  return is_idle;
+}
+
+/* Requests whose client does not read, or that no one answered: cut them, for libmicrohttpd must not stop with one suspended. */
+static void cut_requests(struct http_server *server)
+{
+  pthread_mutex_lock(&server->mutex);
+  for (struct http_request *request = server->requests; request; request = request->next) {
+    pthread_mutex_lock(&request->mutex);
+    if (!request->is_completed) {
+      request->is_gone = true;
+      http_wake_locked(request, request->wait);
+      shutdown(request->fd, SHUT_RDWR);
+    }
+    pthread_mutex_unlock(&request->mutex);
+  }
+  pthread_mutex_unlock(&server->mutex);
+}
+
+void http_server_stop(struct http_server *server)
+{
+  if (!server) return;
+  if (server->daemon) {
+    http_server_quiesce(server);
+    http_work_stop(server); /* what was queued is answered first */
+    for (int i = 0; i < 50 && !http_server_wait_idle(server, 100000); i++) cut_requests(server);
+    MHD_stop_daemon(server->daemon);
+    if (server->listen_fd >= 0) close(server->listen_fd);
+  } else {
+    http_work_stop(server);
+  }
+  http_watch_stop(server);
+  pthread_cond_destroy(&server->idle);
+  pthread_cond_destroy(&server->work_wake);
+  pthread_mutex_destroy(&server->mutex);
+  pthread_mutex_destroy(&server->work_mutex);
+  mem_free(server->cert);
+  mem_free(server->key);
+  mem_free(server);
+}

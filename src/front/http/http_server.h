@@ -1,0 +1,54 @@
+/* The HTTP front end on libmicrohttpd: an epoll pool with suspend and resume, so that thousands of streams need a handful of threads.
+ *
+ * Life: http_server_start (listens at once; routes that need the model answer 503 until api_model_set) -> http_server_quiesce (no new
+ * connections) -> http_server_wait_idle -> http_server_stop. One owner thread.
+ *
+ * Threads: the pool's (parse HTTP, write sockets; nothing slow), two workers (JSON, template, tokenizer), the watcher (clients that
+ * leave, keep-alive comments), and the api's delivery thread. Lock order: server.mutex, request.mutex, then libmicrohttpd's and the api's.
+ */
+#ifndef SITS_FRONT_HTTP_HTTP_SERVER_H
+#define SITS_FRONT_HTTP_HTTP_SERVER_H
+
+#include "engine/engine_core.h"
+#include "front/api/api.h"
+#include "front/health/health.h"
+#include "front/metrics/metrics.h"
+
+struct http_server;
+
+struct http_options {
+  const char *host;             /* numeric address or name; NULL: 127.0.0.1 */
+  int port;                     /* 0: any */
+  int n_threads;                /* of the pool */
+  int n_workers;                /* parsing and tokenizing */
+  int max_connections;
+  int64_t idle_timeout_s;       /* of a connection that waits for us or for its client's bytes */
+  int64_t ping_us;              /* silence on a stream before a comment is sent; 0 never */
+  const char *api_key;          /* NULL: open */
+  bool metrics_require_key;
+  const char *ssl_certfile, *ssl_keyfile; /* both or none */
+};
+
+/* What /metrics and Retry-After ask of the engine. Both functions answer from memory. */
+struct http_engine {
+  void (*stats)(void *context, struct engine_stats *out);
+  int32_t (*retry_after_s)(void *context);
+  void *context;
+  int64_t page_tokens;
+};
+
+/* The strings of options, api, health and metrics are borrowed. SITS_IO names the address. */
+enum sits_status http_server_start(const struct http_options *options, struct api *api, struct health *health, struct metrics *metrics,
+                                   struct http_server **out, struct sits_error *err) SITS_MUST_CHECK;
+int http_server_port(const struct http_server *server);
+/* Set when the engine runs, NULL before it goes; the struct is borrowed. */
+void http_server_set_engine(struct http_server *server, const struct http_engine *engine);
+
+/* Refuse new connections; open ones go on, and are told to close after their answer. */
+void http_server_quiesce(struct http_server *server);
+/* Wait until no request is being served; true: none is. */
+bool http_server_wait_idle(struct http_server *server, int64_t timeout_us);
+/* Cut what is left (no call of the api may be active any more), close, join and free. NULL is fine. */
+void http_server_stop(struct http_server *server);
+
+#endif

@@ -1,0 +1,125 @@
+/* The watcher: one thread with an epoll set of the sockets whose requests are being served.
+ *
+ * libmicrohttpd does not look at a suspended connection, so a client that leaves while it waits would go unnoticed until the next write.
+ * The set holds each socket with EPOLLRDHUP once; a hang-up or half-close ends the request's call within a step. (A client that closes its
+ * sending side after the request therefore counts as gone.) Events carry the request's number, never a pointer. Once a second the thread
+ * also sends a comment on streams that have been silent for long, so that proxies and clients see life. */
+#include <errno.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "front/http/http_internal.h"
+
+#define TICK_MS 1000
+#define STOP_NUMBER 0 /* request numbers start at 1 */
+
+static struct http_request **bucket(struct http_server *server, uint64_t number) { return &server->watched[number % HTTP_WATCH_BUCKETS]; }
+
+/* With a reference, or NULL when it is not watched any more. */
+static struct http_request *find(struct http_server *server, uint64_t number)
+{
+  pthread_mutex_lock(&server->mutex);
+  struct http_request *request = *bucket(server, number);
+  while (request && request->number != number) request = request->hash_next;
+  if (request) http_request_ref(request);
+  pthread_mutex_unlock(&server->mutex);
+  return request;
+}
+
+static void ping_locked(struct http_request *request, int64_t now_us)
+{
+  if (request->wait != HTTP_WAIT_BYTES || request->is_finished || request->is_gone) return;
+  if (now_us - request->last_write_us < request->server->options.ping_us) return;
+  buf_append_text(&request->out, ": ping\n\n");
+  http_wake_locked(request, HTTP_WAIT_BYTES);
+}
+
+static void ping_streams(struct http_server *server)
+{
+  int64_t now_us = clock_monotonic_us();
+  pthread_mutex_lock(&server->mutex);
+  for (struct http_request *request = server->requests; request; request = request->next) {
+    pthread_mutex_lock(&request->mutex);
+    ping_locked(request, now_us);
+    pthread_mutex_unlock(&request->mutex);
+  }
+  pthread_mutex_unlock(&server->mutex);
+}
+
+static void *watch_main(void *argument)
+{
+  struct http_server *server = argument;
+  int64_t next_tick_us = clock_monotonic_us() + TICK_MS * 1000;
+  for (;;) {
+    struct epoll_event events[256];
+    int n = epoll_wait(server->epoll_fd, events, sizeof events / sizeof *events, TICK_MS);
+    for (int i = 0; i < n; i++) {
+      if (events[i].data.u64 == STOP_NUMBER) return NULL;
+      struct http_request *request = find(server, events[i].data.u64);
+      if (!request) continue;
+      metrics_add(server->metrics, METRICS_DISCONNECTS, 1);
+      http_request_abandon(request);
+      http_request_unref(request);
+    }
+    if (server->options.ping_us && clock_monotonic_us() >= next_tick_us) {
+      ping_streams(server);
+      next_tick_us = clock_monotonic_us() + TICK_MS * 1000;
+    }
+  }
+}
+
+enum sits_status http_watch_start(struct http_server *server, struct sits_error *err)
+{
+  server->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+  server->stop_fd = eventfd(0, EFD_CLOEXEC);
+  struct epoll_event event = {.events = EPOLLIN, .data.u64 = STOP_NUMBER};
+  if (server->epoll_fd < 0 || server->stop_fd < 0 || epoll_ctl(server->epoll_fd, EPOLL_CTL_ADD, server->stop_fd, &event))
+    return sits_fail(err, SITS_INTERNAL, "the watcher of connections could not be set up: %s", strerror(errno));
+  int failed = pthread_create(&server->watcher, NULL, watch_main, server);
+  if (failed) return sits_fail(err, SITS_INTERNAL, "the watcher of connections could not be started: %s", strerror(failed));
+  server->has_watcher = true;
+  return SITS_OK;
+}
+
+void http_watch_add(struct http_request *request)
+{
+  struct http_server *server = request->server;
+  pthread_mutex_lock(&server->mutex);
+  struct http_request **head = bucket(server, request->number);
+  request->hash_next = *head;
+  *head = request;
+  pthread_mutex_unlock(&server->mutex);
+  request->is_watched = true;
+  struct epoll_event event = {.events = EPOLLRDHUP | EPOLLONESHOT, .data.u64 = request->number};
+  if (epoll_ctl(server->epoll_fd, EPOLL_CTL_ADD, request->fd, &event) && errno == EEXIST)
+    epoll_ctl(server->epoll_fd, EPOLL_CTL_MOD, request->fd, &event);
+}
+
+void http_watch_remove(struct http_request *request)
+{
+  struct http_server *server = request->server;
+  if (!request->is_watched) return;
+  request->is_watched = false;
+  epoll_ctl(server->epoll_fd, EPOLL_CTL_DEL, request->fd, NULL);
+  pthread_mutex_lock(&server->mutex);
+  struct http_request **link = bucket(server, request->number);
+  while (*link && *link != request) link = &(*link)->hash_next;
+  if (*link) *link = request->hash_next;
+  pthread_mutex_unlock(&server->mutex);
+}
+
+void http_watch_stop(struct http_server *server)
+{
+  if (server->has_watcher) {
+    uint64_t one = 1;
+    ssize_t written = write(server->stop_fd, &one, sizeof one);
+    if (written == (ssize_t)sizeof one) pthread_join(server->watcher, NULL);
+    server->has_watcher = false;
+  }
+  if (server->epoll_fd >= 0) close(server->epoll_fd);
+  if (server->stop_fd >= 0) close(server->stop_fd);
+  server->epoll_fd = server->stop_fd = -1;
+}

@@ -1,0 +1,224 @@
+/* See metrics.h. To add a counter: an enum value and a row of counter_rows; an engine figure: a row in render_engine. */
+#include "front/metrics/metrics.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+#include "base/mem.h"
+
+#define MAX_ROUTES 24
+#define N_STATUS_CLASSES 6
+#define LABEL_BYTES 192
+
+/* Upper bounds of the delivery histogram in microseconds. */
+static const int64_t delivery_bounds_us[] = {50,    100,   250,   500,   1000,  2000,   3000,   5000,   7500,
+                                             10000, 15000, 20000, 30000, 50000, 100000, 500000, 1000000};
+#define N_DELIVERY (sizeof delivery_bounds_us / sizeof *delivery_bounds_us)
+
+struct counter_row { const char *name, *label, *help; }; /* rows of one name stand together, help on the first */
+
+static const struct counter_row counter_rows[METRICS_COUNTER_COUNT] = {
+  [METRICS_REJECTED_QUEUE] = {"admission_rejections_total", ",reason=\"queue_full\"", "Requests refused before scheduling, by reason."},
+  [METRICS_REJECTED_UNAVAILABLE] = {"admission_rejections_total", ",reason=\"unavailable\"", ""},
+  [METRICS_DISCONNECTS] = {"client_disconnects_total", "", "Requests whose client left before the end."},
+  [METRICS_SLOW_READERS] = {"slow_reader_stalls_total", "", "Times a stream was paused because its client did not read."},
+};
+
+struct metrics {
+  _Atomic int64_t counters[METRICS_COUNTER_COUNT];     /* [atomic] */
+  _Atomic int64_t delivery[N_DELIVERY + 1];            /* [atomic] not cumulative; the last is +Inf */
+  _Atomic int64_t delivery_sum_us;                     /* [atomic] */
+  _Atomic int64_t http[MAX_ROUTES][N_STATUS_CLASSES];  /* [atomic] */
+  const char *const *routes;                           /* [init] [n_routes] */
+  int n_routes;                                        /* [init] */
+  char label[LABEL_BYTES];                             /* [init] model_name="..." with escapes */
+};
+
+enum sits_status metrics_create(struct metrics **out)
+{
+  struct metrics *metrics = mem_calloc(1, sizeof *metrics);
+  if (!metrics) return SITS_NOMEM;
+  metrics_set_model(metrics, "");
+  *out = metrics;
+  return SITS_OK;
+}
+
+void metrics_destroy(struct metrics *metrics) { mem_free(metrics); }
+
+void metrics_set_model(struct metrics *metrics, const char *model_name)
+{
+  size_t n = 0;
+  static const char head[] = "model_name=\"";
+  for (; head[n]; n++) metrics->label[n] = head[n];
+  for (const char *c = model_name; *c && n < LABEL_BYTES - 4; c++) {
+    if (*c == '"' || *c == '\\') metrics->label[n++] = '\\';
+    metrics->label[n++] = *c == '\n' ? ' ' : *c;
+  }
+  metrics->label[n++] = '"';
+  metrics->label[n] = '\0';
+}
+
+void metrics_set_routes(struct metrics *metrics, const char *const *names, int n_routes)
+{
+  metrics->routes = names;
+  metrics->n_routes = n_routes < MAX_ROUTES ? n_routes : MAX_ROUTES;
+}
+
+void metrics_add(struct metrics *metrics, enum metrics_counter counter, int64_t n)
+{
+  atomic_fetch_add_explicit(&metrics->counters[counter], n, memory_order_relaxed);
+}
+
+int64_t metrics_counter_value(const struct metrics *metrics, enum metrics_counter counter)
+{
+  return atomic_load_explicit(&metrics->counters[counter], memory_order_relaxed);
+}
+
+void metrics_delivery(struct metrics *metrics, int64_t latency_us)
+{
+  size_t i = 0;
+  while (i < N_DELIVERY && latency_us > delivery_bounds_us[i]) i++;
+  atomic_fetch_add_explicit(&metrics->delivery[i], 1, memory_order_relaxed);
+  atomic_fetch_add_explicit(&metrics->delivery_sum_us, latency_us > 0 ? latency_us : 0, memory_order_relaxed);
+}
+
+void metrics_http(struct metrics *metrics, int route, int http_status)
+{
+  int class = http_status / 100;
+  if (route < 0 || route >= MAX_ROUTES || class < 1 || class >= N_STATUS_CLASSES) return;
+  atomic_fetch_add_explicit(&metrics->http[route][class], 1, memory_order_relaxed);
+}
+
+/* ---- exposition ---- */
+
+static void header(struct buf *out, const char *name, const char *type, const char *help)
+{
+  buf_printf(out, "# HELP sits2026:%s %s\n# TYPE sits2026:%s %s\n", name, help, name, type);
+}
+
+static void gauge(const struct metrics *m, struct buf *out, const char *name, const char *help, double value)
+{
+  header(out, name, "gauge", help);
+  buf_printf(out, "sits2026:%s{%s} %.9g\n", name, m->label, value);
+}
+
+static void counter(const struct metrics *m, struct buf *out, const char *name, const char *help, uint64_t value)
+{
+  header(out, name, "counter", help);
+  buf_printf(out, "sits2026:%s{%s} %llu\n", name, m->label, (unsigned long long)value);
+}
+
+static void histogram(const struct metrics *m, struct buf *out, const char *name, const char *help, const struct engine_histogram *h)
+{
+  header(out, name, "histogram", help);
+  uint64_t total = 0;
+  for (int32_t i = 0; i < h->n_bounds; i++) {
+    total += h->counts[i];
+    buf_printf(out, "sits2026:%s_bucket{%s,le=\"%g\"} %llu\n", name, m->label, h->bounds[i], (unsigned long long)total);
+  }
+  total += h->counts[h->n_bounds];
+  buf_printf(out, "sits2026:%s_bucket{%s,le=\"+Inf\"} %llu\n", name, m->label, (unsigned long long)total);
+  buf_printf(out, "sits2026:%s_sum{%s} %.9g\nsits2026:%s_count{%s} %llu\n", name, m->label, h->sum, name, m->label,
+             (unsigned long long)total);
+}
+
+static void render_gauges(const struct metrics *m, const struct engine_stats *e, struct buf *out)
+{
+  static const char *const class_names[SITS_CLASS_COUNT] = {"high", "normal", "low"};
+  gauge(m, out, "num_requests_running", "Sequences in prefill or decode.", e->n_running);
+  gauge(m, out, "num_requests_waiting", "Requests that hold no pages: queued or preempted.", e->n_waiting);
+  header(out, "num_requests_waiting_by_class", "gauge", "Waiting requests by service class.");
+  for (int i = 0; i < SITS_CLASS_COUNT; i++)
+    buf_printf(out, "sits2026:num_requests_waiting_by_class{%s,class=\"%s\"} %d\n", m->label, class_names[i], e->n_waiting_by_class[i]);
+  gauge(m, out, "waiting_prompt_tokens", "Prompt tokens of waiting requests.", (double)e->waiting_prompt_tokens);
+  gauge(m, out, "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", e->kv_usage);
+  gauge(m, out, "kv_pages_used", "KV pages that sequences hold.", e->n_pages_used);
+  gauge(m, out, "kv_pages_cached", "KV pages kept for prefixes, free to take.", e->n_pages_cached);
+  gauge(m, out, "kv_pages_free", "KV pages that hold nothing.", e->n_pages_free);
+  gauge(m, out, "step_seconds", "Recent time of an engine step (moving average).", e->step_us_ewma / 1e6);
+  gauge(m, out, "inter_token_latency_p99_seconds", "99th percentile over a sliding window of running streams.", e->itl_p99_us / 1e6);
+}
+
+static void render_counters(const struct metrics *m, const struct engine_stats *e, struct buf *out)
+{
+  counter(m, out, "prompt_tokens_total", "Prompt tokens processed.", e->prompt_tokens);
+  counter(m, out, "prompt_tokens_cached_total", "Prompt tokens taken from the prefix cache.", e->prompt_tokens_cached);
+  counter(m, out, "generation_tokens_total", "Tokens generated.", e->generation_tokens);
+  counter(m, out, "num_preemptions_total", "Preemptions.", e->n_preemptions);
+  counter(m, out, "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", e->prefix_query_tokens);
+  counter(m, out, "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", e->prefix_hit_tokens);
+  counter(m, out, "spec_decode_num_drafts_total", "Drafts verified.", e->spec_drafts);
+  counter(m, out, "spec_decode_num_draft_tokens_total", "Draft tokens verified.", e->spec_draft_tokens);
+  counter(m, out, "spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", e->spec_accepted_tokens);
+  counter(m, out, "engine_steps_total", "Engine steps.", e->n_steps);
+  static const struct { const char *reason; enum sits_finish finish; } reasons[] = {
+    {"stop", SITS_FINISH_STOP}, {"length", SITS_FINISH_LENGTH}, {"abort", SITS_FINISH_CANCELLED}, {"deadline", SITS_FINISH_DEADLINE},
+    {"error", SITS_FINISH_ERROR}};
+  header(out, "request_success_total", "counter", "Sequences ended, by reason (a stop string ends one as abort: the front end cut it).");
+  for (size_t i = 0; i < sizeof reasons / sizeof *reasons; i++)
+    buf_printf(out, "sits2026:request_success_total{%s,finished_reason=\"%s\"} %llu\n", m->label, reasons[i].reason,
+               (unsigned long long)e->finished[reasons[i].finish]);
+}
+
+static void render_engine(const struct metrics *m, const struct metrics_now *now, struct buf *out)
+{
+  const struct engine_stats *e = now->engine;
+  render_gauges(m, e, out);
+  render_counters(m, e, out);
+  gauge(m, out, "engine_heartbeat_age_seconds", "Time since the engine's loop last turned.", (double)now->heartbeat_age_us / 1e6);
+  header(out, "cache_config_info", "gauge", "KV page size in tokens and number of pages.");
+  buf_printf(out, "sits2026:cache_config_info{%s,block_size=\"%lld\",num_gpu_blocks=\"%d\"} 1\n", m->label, (long long)now->page_tokens,
+             e->n_pages_total);
+  histogram(m, out, "time_to_first_token_seconds", "From submission to the first token.", &e->ttft_seconds);
+  histogram(m, out, "inter_token_latency_seconds", "Between two tokens of a sequence.", &e->itl_seconds);
+  histogram(m, out, "request_time_per_output_token_seconds", "Mean time per output token after the first.", &e->tpot_seconds);
+  histogram(m, out, "e2e_request_latency_seconds", "From submission to the end.", &e->e2e_seconds);
+  histogram(m, out, "request_queue_time_seconds", "Waiting to be scheduled.", &e->queue_seconds);
+  histogram(m, out, "request_prefill_time_seconds", "From first scheduled to the first token.", &e->prefill_seconds);
+  histogram(m, out, "request_decode_time_seconds", "From the first token to the end.", &e->decode_seconds);
+  histogram(m, out, "request_inference_time_seconds", "From first scheduled to the end.", &e->inference_seconds);
+  histogram(m, out, "request_prompt_tokens", "Prompt length.", &e->prompt_tokens_hist);
+  histogram(m, out, "request_generation_tokens", "Tokens generated.", &e->generation_tokens_hist);
+  histogram(m, out, "request_params_max_tokens", "The max_tokens parameter.", &e->max_tokens_hist);
+  histogram(m, out, "request_params_n", "The n parameter.", &e->n_choices_hist);
+  histogram(m, out, "iteration_tokens_total", "Tokens in a step.", &e->iteration_tokens_hist);
+}
+
+static void render_delivery(const struct metrics *m, struct buf *out)
+{
+  header(out, "delivery_latency_seconds", "histogram", "From the end of a step to its bytes being handed to the socket's writer.");
+  int64_t total = 0;
+  for (size_t i = 0; i <= N_DELIVERY; i++) {
+    total += atomic_load_explicit(&m->delivery[i], memory_order_relaxed);
+    if (i < N_DELIVERY)
+      buf_printf(out, "sits2026:delivery_latency_seconds_bucket{%s,le=\"%g\"} %lld\n", m->label, (double)delivery_bounds_us[i] / 1e6,
+                 (long long)total);
+  }
+  buf_printf(out, "sits2026:delivery_latency_seconds_bucket{%s,le=\"+Inf\"} %lld\n", m->label, (long long)total);
+  buf_printf(out, "sits2026:delivery_latency_seconds_sum{%s} %.6f\nsits2026:delivery_latency_seconds_count{%s} %lld\n", m->label,
+             (double)atomic_load_explicit(&m->delivery_sum_us, memory_order_relaxed) / 1e6, m->label, (long long)total);
+}
+
+void metrics_render(struct metrics *m, const struct metrics_now *now, struct buf *out)
+{
+  static const struct engine_stats none;
+  if (now->engine) {
+    render_engine(m, now, out);
+  } else {
+    render_gauges(m, &none, out); /* routers read these while the model loads */
+  }
+  gauge(m, out, "http_requests_in_flight", "HTTP requests being served.", (double)now->n_in_flight);
+  for (int i = 0; i < METRICS_COUNTER_COUNT; i++) {
+    const struct counter_row *row = &counter_rows[i];
+    if (row->help[0]) header(out, row->name, "counter", row->help);
+    buf_printf(out, "sits2026:%s{%s%s} %lld\n", row->name, m->label, row->label, (long long)metrics_counter_value(m, i));
+  }
+  render_delivery(m, out);
+  header(out, "http_requests_total", "counter", "HTTP requests answered, by route and class of status.");
+  for (int r = 0; r < m->n_routes; r++)
+    for (int c = 1; c < N_STATUS_CLASSES; c++) {
+      int64_t n = atomic_load_explicit(&m->http[r][c], memory_order_relaxed);
+      if (n)
+        buf_printf(out, "sits2026:http_requests_total{%s,handler=\"%s\",status=\"%dxx\"} %lld\n", m->label, m->routes[r], c, (long long)n);
+    }
+}

@@ -1,0 +1,48 @@
+/* Metrics: what the front ends count, and the text of /metrics (Prometheus exposition format 0.0.4).
+ *
+ * Names, types and units are vLLM's under the prefix sits2026: with the label model_name, so that dashboards, autoscalers and gateways made
+ * for vLLM work after changing the prefix. What the engine measured comes as one struct engine_stats, read from memory at scrape time and
+ * never through the engine's queue.
+ *
+ * Threads: metrics_set_* before traffic; everything else is thread-safe and lock-free. */
+#ifndef SITS_FRONT_METRICS_METRICS_H
+#define SITS_FRONT_METRICS_METRICS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/buf.h"
+#include "engine/engine_core.h"
+
+struct metrics;
+
+enum metrics_counter {
+  METRICS_REJECTED_QUEUE,        /* requests answered 429 */
+  METRICS_REJECTED_UNAVAILABLE,  /* requests answered 503 */
+  METRICS_DISCONNECTS,           /* requests whose client left before the end */
+  METRICS_SLOW_READERS,          /* times a stream was paused because its client did not read */
+  METRICS_COUNTER_COUNT
+};
+
+enum sits_status metrics_create(struct metrics **out) SITS_MUST_CHECK;
+void metrics_destroy(struct metrics *metrics);
+
+void metrics_set_model(struct metrics *metrics, const char *model_name);                  /* the label's value, copied */
+void metrics_set_routes(struct metrics *metrics, const char *const *names, int n_routes); /* borrowed constants */
+
+void metrics_add(struct metrics *metrics, enum metrics_counter counter, int64_t n);
+int64_t metrics_counter_value(const struct metrics *metrics, enum metrics_counter counter);
+/* From the end of the step that made a token to its bytes being handed to the socket's writer. */
+void metrics_delivery(struct metrics *metrics, int64_t latency_us);
+/* One answered HTTP request; route is an index into the route names. */
+void metrics_http(struct metrics *metrics, int route, int http_status);
+
+struct metrics_now {
+  const struct engine_stats *engine; /* NULL while there is none */
+  int64_t page_tokens;
+  int64_t heartbeat_age_us;
+  int64_t n_in_flight;               /* HTTP requests being served */
+};
+void metrics_render(struct metrics *metrics, const struct metrics_now *now, struct buf *out);
+
+#endif
