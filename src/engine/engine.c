@@ -144,6 +144,18 @@ void engine_destroy(struct sits_engine *e)
   mem_free(e);
 }
 
+enum sits_status engine_set_end_ids(struct sits_engine *e, const int32_t *ids, int32_t n_ids)
+{
+  if (n_ids < 0 || atomic_load(&e->state) != ENGINE_CREATED) return SITS_INVALID_ARGUMENT;
+  int32_t *copy = mem_calloc((size_t)n_ids + 1, sizeof *copy);
+  if (!copy) return SITS_NOMEM;
+  if (n_ids > 0) memcpy(copy, ids, (size_t)n_ids * sizeof *copy);
+  mem_free(e->end_ids);
+  e->end_ids = copy;
+  e->options.n_end_ids = n_ids;
+  return SITS_OK;
+}
+
 static struct timespec timespec_of(int64_t monotonic_us)
 {
   return (struct timespec){.tv_sec = monotonic_us / 1000000, .tv_nsec = monotonic_us % 1000000 * 1000};

@@ -86,6 +86,8 @@ struct engine_stats {
 struct engine_limits { int32_t max_model_len, max_prompt_tokens, max_num_seqs, n_vocab; };
 
 enum sits_status engine_create(const struct engine_options *options, struct sits_engine **out, struct sits_error *err) SITS_MUST_CHECK;
+/* Replace the end tokens given at creation; copied. Before engine_start only: SITS_INVALID_ARGUMENT after it. */
+enum sits_status engine_set_end_ids(struct sits_engine *engine, const int32_t *ids, int32_t n_ids) SITS_MUST_CHECK;
 /* Start the engine thread. SITS_NOMEM, SITS_INTERNAL when no thread can be made. */
 enum sits_status engine_start(struct sits_engine *engine, struct sits_error *err) SITS_MUST_CHECK;
 /* Refuse new requests from now on; running ones go on. Any thread, idempotent. */

@@ -1,6 +1,7 @@
 /* An instance: one model, opened, compiled for a device, with its page memory and a running engine. What a daemon or a tool opens.
  *
- * instance_open: model_open -> program -> backend open -> compile -> kv_create -> engine (not yet started; instance_start does).
+ * instance_open is runner_open (engine/runner.h), then pages sized, then engine_create. The engine takes requests at once and works on them
+ * after instance_start. Between the two the caller reads the tokenizer from instance_model and says which ids end an answer.
  * Everything is owned by the instance and closed in reverse order. One owner thread.
  */
 #ifndef SITS_ENGINE_INSTANCE_H
@@ -26,8 +27,8 @@ struct instance_options {
   int32_t max_num_seqs;             /* 0 = 64 on cpu, 256 on cuda */
   int32_t max_num_batched_tokens;   /* 0 = 512 on cpu, 8192 on cuda */
   uint64_t kv_cache_bytes;          /* 0 = from free memory (see below), never more than max_num_seqs full sequences need */
-  double memory_utilization;        /* of the device's free memory, for pages, when kv_cache_bytes is 0; 0 = 0.25 cpu, 0.9 cuda */
-  enum kv_codec kv_codec;
+  double memory_utilization;        /* of the device's free memory, for pages, when kv_cache_bytes is 0; 0 = 0.5 cpu, 0.9 cuda */
+  const char *kv_codec;             /* "auto" (f16), "f16", "int8", "int4", "fp4"; NULL = auto */
   bool prefix_caching;
   uint64_t swap_bytes;              /* host memory for swapped sequences, 0 = none */
   int64_t itl_target_us;            /* 0 = none */
@@ -36,8 +37,6 @@ struct instance_options {
   int32_t spec_max_tokens;          /* 0 = no speculation */
   int32_t spec_max_running;         /* 0 = 8 */
   bool chunked_prefill_off;
-  const int32_t *end_ids;           /* [n_end_ids] ids that end an answer; the caller has them from the tokenizer and the model's files */
-  int32_t n_end_ids;
   engine_events_fn on_events;
   void *events_user;
 };
@@ -54,12 +53,11 @@ struct instance_info {
 };
 
 enum sits_status instance_open(const struct instance_options *options, struct instance **out, struct sits_error *err) SITS_MUST_CHECK;
-/* The same over a model that is open already; on success the instance owns it, on failure the caller still does. */
-enum sits_status instance_open_model(const struct instance_options *options, struct model *model, struct instance **out,
-                                     struct sits_error *err) SITS_MUST_CHECK;
+/* The ids that end an answer; copied. Before instance_start only. */
+enum sits_status instance_set_end_ids(struct instance *instance, const int32_t *ids, int32_t n_ids) SITS_MUST_CHECK;
 /* Start the engine thread. */
 enum sits_status instance_start(struct instance *instance, struct sits_error *err) SITS_MUST_CHECK;
-/* Stop the engine (cancelling what still runs) and free everything. NULL is fine. */
+/* Stop the engine (cancelling what still runs; engine_stop first for a grace period) and free everything. NULL is fine. */
 void instance_close(struct instance *instance);
 
 struct sits_engine *instance_engine(struct instance *instance);

@@ -1,0 +1,163 @@
+/* See instance.h. What is worth reading here is how the numbers are chosen: size_batches (before the model is open) and size_pages. */
+#include "engine/instance.h"
+
+#include <string.h>
+
+#include "base/log.h"
+#include "base/mem.h"
+#include "engine/runner.h"
+
+enum { CPU_SEQS = 64, CPU_TOKENS = 512, CUDA_SEQS = 256, CUDA_TOKENS = 8192, MAX_PAGES = 1 << 24 };
+
+struct instance {
+  struct instance_options options;  /* model_path is not kept */
+  struct runner runner;
+  struct sits_engine *engine;
+  struct instance_info info;
+};
+
+static bool is_cuda(const struct instance_options *o)
+{
+  const struct backend_vtable *vtable = backend_find(o->device ? o->device : "auto");
+  return vtable && strcmp(vtable->name, "cuda") == 0;
+}
+
+static void size_batches(struct instance *instance)
+{
+  struct instance_options *o = &instance->options;
+  bool cuda = is_cuda(o);
+  if (o->max_num_seqs <= 0) o->max_num_seqs = cuda ? CUDA_SEQS : CPU_SEQS;
+  if (o->max_num_batched_tokens <= 0) o->max_num_batched_tokens = cuda ? CUDA_TOKENS : CPU_TOKENS;
+  if (o->max_num_batched_tokens < o->max_num_seqs) o->max_num_batched_tokens = o->max_num_seqs;
+  if (!(o->memory_utilization > 0)) o->memory_utilization = cuda ? 0.9 : 0.5;
+}
+
+static int32_t pages_for(int64_t n_tokens)
+{
+  return (int32_t)((n_tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
+}
+
+/* Pages: as many as the memory allows, not more than max_num_seqs sequences of full length can use, at least one sequence's worth when
+ * the length was asked for. The model's length is cut to what the pages hold when it was not. */
+static enum sits_status size_pages(struct instance *instance, struct sits_error *err)
+{
+  struct instance_options *o = &instance->options;
+  const struct runner *r = &instance->runner;
+  int32_t model_len = r->model->config.max_context;
+  if (o->max_model_len > model_len) {
+    return sits_fail_param(err, SITS_CONFIG, "max-model-len", "max-model-len %d is beyond the model's own %d", o->max_model_len, model_len);
+  }
+  int32_t length = o->max_model_len > 0 ? o->max_model_len : model_len;
+  struct backend_info device;
+  r->vtable->info(r->backend, &device);
+  uint64_t bytes = o->kv_cache_bytes ? o->kv_cache_bytes : (uint64_t)((double)device.memory_free_bytes * o->memory_utilization);
+  uint64_t n_pages = bytes / r->page_bytes, needed = (uint64_t)pages_for(length) * (uint64_t)o->max_num_seqs;
+  if (n_pages > needed) n_pages = needed;
+  if (n_pages > MAX_PAGES) n_pages = MAX_PAGES;
+  int32_t holds = (int32_t)n_pages * KV_PAGE_TOKENS;
+  if (n_pages == 0 || (holds < length && o->max_model_len > 0)) {
+    return sits_fail_param(err, SITS_CONFIG, "kv-cache-memory",
+                           "one sequence of %d tokens needs %llu bytes of cache, %llu are there; lower max-model-len or raise the cache",
+                           length, (unsigned long long)r->page_bytes * (unsigned long long)pages_for(length), (unsigned long long)bytes);
+  }
+  if (holds < length) {
+    log_warn("engine", "max-model-len cut from %d to %d: the cache holds no more", length, holds);
+    length = holds;
+  }
+  instance->info.n_pages = (int32_t)n_pages;
+  instance->info.max_model_len = length;
+  return SITS_OK;
+}
+
+static enum sits_status create_engine(struct instance *instance, struct sits_error *err)
+{
+  const struct instance_options *o = &instance->options;
+  const struct runner *r = &instance->runner;
+  struct engine_options engine = {
+      .vtable = r->vtable, .program = r->compiled, .kv = r->kv, .geometry = r->geometry, .n_vocab = r->model->config.n_vocab,
+      .max_model_len = instance->info.max_model_len, .max_num_seqs = o->max_num_seqs, .max_rows = o->max_num_seqs,
+      .max_num_batched_tokens = o->max_num_batched_tokens, .max_waiting_requests = o->max_waiting_requests,
+      .max_waiting_tokens = o->max_waiting_tokens, .prefix_caching = o->prefix_caching,
+      .n_host_pages = (int32_t)(o->swap_bytes / r->page_bytes > MAX_PAGES ? MAX_PAGES : o->swap_bytes / r->page_bytes),
+      .itl_target_us = o->itl_target_us, .spec_max_tokens = o->spec_max_tokens, .spec_max_running = o->spec_max_running,
+      .chunked_prefill_off = o->chunked_prefill_off, .on_events = o->on_events, .events_user = o->events_user,
+  };
+  return engine_create(&engine, &instance->engine, err);
+}
+
+static void fill_info(struct instance *instance)
+{
+  struct instance_info *info = &instance->info;
+  const struct runner *r = &instance->runner;
+  struct backend_info device;
+  r->vtable->info(r->backend, &device);
+  memcpy(info->device_name, device.name, sizeof info->device_name);
+  info->weight_bytes = r->vtable->program_bytes(r->compiled);
+  info->page_bytes = r->page_bytes;
+  info->kv_bytes = r->page_bytes * (uint64_t)info->n_pages;
+  info->max_num_seqs = instance->options.max_num_seqs;
+  info->max_num_batched_tokens = instance->options.max_num_batched_tokens;
+  info->kv_codec = r->codec;
+  info->open_us = r->open_us;
+  info->compile_us = r->compile_us;
+}
+
+enum sits_status instance_open(const struct instance_options *options, struct instance **out, struct sits_error *err)
+{
+  struct instance *instance = mem_calloc(1, sizeof *instance);
+  if (!instance) return sits_fail(err, SITS_NOMEM, "out of memory");
+  instance->options = *options;
+  instance->options.model_path = NULL;
+  size_batches(instance);
+  struct runner_options runner = {
+      .model_path = options->model_path, .device = options->device, .kv_codec = options->kv_codec,
+      .backend = {.n_threads = options->n_threads, .device = options->device_ordinal, .isa = options->isa,
+                  .max_batch_tokens = instance->options.max_num_batched_tokens, .max_seqs = instance->options.max_num_seqs}};
+  enum sits_status status = runner_open(&instance->runner, &runner, err);
+  if (status == SITS_OK) status = size_pages(instance, err);
+  if (status == SITS_OK) status = runner_kv_create(&instance->runner, instance->info.n_pages, err);
+  if (status == SITS_OK) status = create_engine(instance, err);
+  if (status != SITS_OK) {
+    instance_close(instance);
+    return status;
+  }
+  fill_info(instance);
+  *out = instance;
+  return SITS_OK;
+}
+
+enum sits_status instance_set_end_ids(struct instance *instance, const int32_t *ids, int32_t n_ids)
+{
+  return engine_set_end_ids(instance->engine, ids, n_ids);
+}
+
+enum sits_status instance_start(struct instance *instance, struct sits_error *err)
+{
+  return engine_start(instance->engine, err);
+}
+
+void instance_close(struct instance *instance)
+{
+  if (!instance) return;
+  if (instance->engine) {
+    engine_stop(instance->engine, 0);
+    engine_destroy(instance->engine);
+  }
+  runner_close(&instance->runner);
+  mem_free(instance);
+}
+
+struct sits_engine *instance_engine(struct instance *instance)
+{
+  return instance->engine;
+}
+
+const struct model *instance_model(const struct instance *instance)
+{
+  return instance->runner.model;
+}
+
+void instance_info(const struct instance *instance, struct instance_info *out)
+{
+  *out = instance->info;
+}
