@@ -1,0 +1,113 @@
+"""CPU speed beside llama-cpp-python on the same GGUF, same threads, alternating in one run.
+
+Usage: cpu_vs_llama_cpp.py MODEL.gguf [--threads 2] [--rounds 3] [--json OUT]
+Measures prefill of 512 tokens, decode at batch 1, and 8 parallel decodes (total tokens/s). Each round runs ours, then theirs; the figures
+are medians over rounds, the ratio is of the medians. Needs llama-cpp-python (built with native flags) and build/release/bin.
+"""
+import argparse
+import ctypes
+import datetime
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PREFILL, STEPS, PARALLEL, CONTEXT = 512, 64, 8, 128
+
+
+class Theirs:
+    """llama.cpp through its C interface, so that Python costs nothing per token."""
+
+    def __init__(self, path, threads):
+        import llama_cpp as l
+        self.l = l
+        l.llama_backend_init()
+        quiet = l.llama_log_callback(lambda *_: None)
+        self.keep = quiet
+        l.llama_log_set(quiet, ctypes.c_void_p(0))
+        model_params = l.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        self.model = l.llama_model_load_from_file(path.encode(), model_params)
+        params = l.llama_context_default_params()
+        params.n_ctx = PARALLEL * 512
+        params.n_batch = params.n_ubatch = PREFILL
+        params.n_seq_max = PARALLEL
+        params.n_threads = params.n_threads_batch = threads
+        self.context = l.llama_init_from_model(self.model, params)
+        self.vocab = l.llama_vocab_n_tokens(l.llama_model_get_vocab(self.model))
+        self.batch = l.llama_batch_init(PREFILL, 0, PARALLEL)
+
+    def step(self, rows):
+        """rows: (token, position, sequence, wants logits). Seconds taken."""
+        b = self.batch
+        b.n_tokens = len(rows)
+        for i, (token, position, sequence, wants) in enumerate(rows):
+            b.token[i], b.pos[i], b.n_seq_id[i], b.logits[i] = token % self.vocab, position, 1, wants
+            b.seq_id[i][0] = sequence
+        start = time.perf_counter()
+        if self.l.llama_decode(self.context, b) != 0:
+            sys.exit("llama_decode failed")
+        self.l.llama_synchronize(self.context)
+        return time.perf_counter() - start
+
+    def clear(self):
+        self.l.llama_memory_clear(self.l.llama_get_memory(self.context), True)
+
+    def run(self):
+        times = []
+        for _ in range(4):
+            self.clear()
+            times.append(self.step([(7 * i + 1, i, 0, i == PREFILL - 1) for i in range(PREFILL)]))
+        out = {"prefill": PREFILL / statistics.median(times[1:])}
+        for n in (1, PARALLEL):
+            self.clear()
+            for s in range(n):
+                self.step([(7 * i + s, i, s, i == CONTEXT - 1) for i in range(CONTEXT)])
+            times = [self.step([(11 * i + s, CONTEXT + i, s, True) for s in range(n)]) for i in range(STEPS)]
+            out[f"decode_{n}"] = n / statistics.median(times)
+        return out
+
+
+def ours(path, threads):
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        binary = pathlib.Path(os.environ.get("SITS_BIN", ROOT / "build/release/bin")) / "sits2026-bench"
+        subprocess.run([binary, "throughput", "--model", path, "--device", "cpu", "--threads", str(threads), "--prefill", str(PREFILL),
+                        "--batch", f"1,{PARALLEL}", "--context", str(CONTEXT), "--steps", str(STEPS), "--max-batch-tokens", str(PREFILL),
+                        "--json", out.name], check=True, stderr=subprocess.DEVNULL)
+        got = json.load(open(out.name))
+    return {"prefill": got["prefill"][0]["tokens_per_s"], **{f"decode_{d['batch']}": d["tokens_per_s"] for d in got["decode"]}}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    theirs, rounds = Theirs(given.model, given.threads), []
+    for i in range(given.rounds):
+        rounds.append({"sits2026": ours(given.model, given.threads), "llama_cpp": theirs.run()})
+        print(f"round {i + 1}: {json.dumps(rounds[-1])}", file=sys.stderr)
+    table = {}
+    for key in ("prefill", "decode_1", f"decode_{PARALLEL}"):
+        a, b = (statistics.median(r[side][key] for r in rounds) for side in ("sits2026", "llama_cpp"))
+        table[key] = {"sits2026_tokens_per_s": round(a, 1), "llama_cpp_tokens_per_s": round(b, 1), "ratio": round(a / b, 3)}
+        print(f"{key:10}  sits2026 {a:9.1f}  llama.cpp {b:9.1f} tokens/s  ratio {a / b:.2f}")
+    if given.json:
+        import llama_cpp
+        commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+        json.dump({"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": commit, "cpu": cpu,
+                   "threads": given.threads, "model": pathlib.Path(given.model).name, "llama_cpp_python": llama_cpp.__version__,
+                   "command": "bench/cpu_vs_llama_cpp.py " + pathlib.Path(given.model).name, "median": table, "rounds": rounds},
+                  open(given.json, "w"), indent=1)
+
+
+if __name__ == "__main__":
+    main()

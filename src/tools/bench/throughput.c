@@ -1,0 +1,217 @@
+/* sits2026-bench throughput: tokens per second of prefill and of decode by batch size, straight on the backend.
+ *
+ * What is timed is what a server pays per step: submit and wait with logits of the last token of each sequence. Token ids are random but
+ * fixed. Prefill reads one prompt in chunks of --max-batch-tokens; decode runs --steps steps on sequences that already hold --context
+ * tokens. Each figure is the median of --repeat runs (prefill) or of all steps (decode).
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/hash.h"
+#include "base/mem.h"
+#include "tools/bench/bench.h"
+#include "engine/runner.h"
+
+struct throughput_options {
+  const char *model, *device, *isa, *kv_cache_dtype, *prefill, *batch, *json;
+  int64_t threads, context, steps, repeat, max_batch_tokens;
+  bool unfused;
+};
+
+#define AT(field) offsetof(struct throughput_options, field)
+static const struct option_spec specs[] = {
+    {"model", OPTION_STRING, AT(model), "", 0, 0, "", 0, NULL, "Options", "Model file or directory."},
+    {"device", OPTION_ENUM, AT(device), "auto", 0, 0, "", 0, "auto|cpu|cuda", "Options", "Backend."},
+    {"isa", OPTION_ENUM, AT(isa), "auto", 0, 0, "", 0, "auto|scalar|avx2|avx512", "Options", "CPU instruction set."},
+    {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
+    {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4", "Options", "Cache codec."},
+    {"prefill", OPTION_STRING, AT(prefill), "512", 0, 0, "", 0, NULL, "Options", "Prompt lengths, comma separated; none: \"\"."},
+    {"batch", OPTION_STRING, AT(batch), "1,8", 0, 0, "", 0, NULL, "Options", "Decode batch sizes, comma separated; none: \"\"."},
+    {"context", OPTION_INT, AT(context), "128", 1, 1048576, "tokens", 0, NULL, "Options", "Tokens in the cache when decode starts."},
+    {"steps", OPTION_INT, AT(steps), "64", 1, 100000, "steps", 0, NULL, "Options", "Decode steps."},
+    {"repeat", OPTION_INT, AT(repeat), "3", 1, 1000, "runs", 0, NULL, "Options", "Prefill runs."},
+    {"max-batch-tokens", OPTION_INT, AT(max_batch_tokens), "512", 1, 65536, "tokens", 0, NULL, "Options", "Tokens of a prefill step."},
+    {"unfused", OPTION_BOOL, AT(unfused), "false", 0, 0, "", 0, NULL, "Options", "Plain ops only."},
+    {"json", OPTION_STRING, AT(json), "", 0, 0, "", 0, NULL, "Options", "File for the result; default stdout."},
+};
+
+enum { MOST_SIZES = 32 };
+
+/* Arrays of one batch, sized for the largest. Sequence s owns pages [s * pages_per_seq, ...). */
+struct steps {
+  const struct runner *runner;
+  struct backend_batch batch;
+  int32_t *tokens, *positions, *seq_start, *kv_len, *table, *rows;
+  int32_t pages_per_seq;
+};
+
+static void steps_fini(struct steps *steps)
+{
+  mem_free(steps->tokens);
+  mem_free(steps->positions);
+  mem_free(steps->seq_start);
+  mem_free(steps->kv_len);
+  mem_free(steps->table);
+  mem_free(steps->rows);
+}
+
+static bool steps_init(struct steps *steps, const struct runner *runner, int64_t most_tokens, int64_t most_seqs, int32_t pages_per_seq)
+{
+  size_t t = (size_t)(most_tokens > most_seqs ? most_tokens : most_seqs), s = (size_t)most_seqs;
+  *steps = (struct steps){.runner = runner, .pages_per_seq = pages_per_seq};
+  steps->tokens = mem_calloc(t, sizeof(int32_t));
+  steps->positions = mem_calloc(t, sizeof(int32_t));
+  steps->seq_start = mem_calloc(s + 1, sizeof(int32_t));
+  steps->kv_len = mem_calloc(s, sizeof(int32_t));
+  steps->table = mem_calloc(s * (size_t)pages_per_seq, sizeof(int32_t));
+  steps->rows = mem_calloc(s, sizeof(int32_t));
+  if (!steps->tokens || !steps->positions || !steps->seq_start || !steps->kv_len || !steps->table || !steps->rows) return false;
+  for (size_t i = 0; i < s * (size_t)pages_per_seq; i++) steps->table[i] = (int32_t)i;
+  return true;
+}
+
+/* One step: n_seqs sequences, each with n_new tokens from position `from` on; returns microseconds, negative on failure. */
+static int64_t run_step(struct steps *steps, int32_t first_seq, int32_t n_seqs, int32_t from, int32_t n_new)
+{
+  const struct runner *runner = steps->runner;
+  int32_t n_vocab = runner->model->config.n_vocab;
+  for (int32_t s = 0; s < n_seqs; s++) {
+    steps->seq_start[s] = s * n_new;
+    steps->kv_len[s] = from + n_new;
+    steps->rows[s] = (s + 1) * n_new - 1;
+    for (int32_t i = 0; i < n_new; i++) {
+      steps->positions[s * n_new + i] = from + i;
+      steps->tokens[s * n_new + i] = (int32_t)(hash_mix((uint64_t)(first_seq + s), (uint64_t)(from + i)) % (uint64_t)n_vocab);
+    }
+  }
+  steps->seq_start[n_seqs] = n_seqs * n_new;
+  struct backend_batch batch = {
+      .n_tokens = n_seqs * n_new, .n_seqs = n_seqs, .n_rows = n_seqs, .tokens = steps->tokens, .positions = steps->positions,
+      .seq_start = steps->seq_start, .kv_len = steps->kv_len, .row_token = steps->rows, .table_stride = steps->pages_per_seq,
+      .block_table = steps->table + (size_t)first_seq * (size_t)steps->pages_per_seq};
+  struct backend_result result;
+  int64_t start_us = clock_monotonic_us();
+  enum sits_status status = runner->vtable->submit(runner->compiled, runner->kv, &batch);
+  if (!status) status = runner->vtable->wait(runner->compiled, &result);
+  if (status) {
+    fprintf(stderr, "a step failed: %s\n", sits_status_info(status)->text);
+    return -1;
+  }
+  return clock_monotonic_us() - start_us;
+}
+
+/* Read n tokens of one sequence in chunks; microseconds in all. */
+static int64_t read_prompt(struct steps *steps, int32_t seq, int32_t n, int32_t chunk)
+{
+  int64_t total_us = 0;
+  for (int32_t at = 0; at < n; at += chunk) {
+    int64_t us = run_step(steps, seq, 1, at, n - at < chunk ? n - at : chunk);
+    if (us < 0) return -1;
+    total_us += us;
+  }
+  return total_us;
+}
+
+static json_t *measure_prefill(struct steps *steps, const struct throughput_options *options, int32_t n)
+{
+  double runs[1000];
+  for (int64_t i = -1; i < options->repeat; i++) { /* run -1 warms up */
+    int64_t us = read_prompt(steps, 0, n, (int32_t)options->max_batch_tokens);
+    if (us < 0) return NULL;
+    if (i >= 0) runs[i] = (double)us;
+  }
+  double median_us = bench_percentile(runs, options->repeat, 50);
+  fprintf(stderr, "prefill %6d tokens: %10.1f tokens/s  (%.2f ms)\n", n, n / median_us * 1e6, median_us / 1e3);
+  return json_pack("{s:i, s:f, s:f, s:f}", "tokens", n, "tokens_per_s", n / median_us * 1e6, "median_ms", median_us / 1e3, "min_ms",
+                   runs[0] / 1e3);
+}
+
+static json_t *measure_decode(struct steps *steps, const struct throughput_options *options, int32_t n_seqs, double *times)
+{
+  for (int32_t s = 0; s < n_seqs; s++)
+    if (read_prompt(steps, s, (int32_t)options->context, (int32_t)options->max_batch_tokens) < 0) return NULL;
+  for (int64_t i = 0; i < options->steps; i++) {
+    int64_t us = run_step(steps, 0, n_seqs, (int32_t)(options->context + i), 1);
+    if (us < 0) return NULL;
+    times[i] = (double)us;
+  }
+  double p50 = bench_percentile(times, options->steps, 50), p99 = bench_percentile(times, options->steps, 99);
+  fprintf(stderr, "decode batch %4d: %10.1f tokens/s  (step p50 %.3f ms, p99 %.3f ms)\n", n_seqs, n_seqs / p50 * 1e6, p50 / 1e3,
+          p99 / 1e3);
+  return json_pack("{s:i, s:I, s:f, s:f, s:f}", "batch", n_seqs, "context", (json_int_t)options->context, "tokens_per_s",
+                   n_seqs / p50 * 1e6, "step_p50_ms", p50 / 1e3, "step_p99_ms", p99 / 1e3);
+}
+
+static int64_t largest(const int64_t *values, int n)
+{
+  int64_t most = 0;
+  for (int i = 0; i < n; i++) most = values[i] > most ? values[i] : most;
+  return most;
+}
+
+/* Open, measure every size, write. */
+static int measure(const struct throughput_options *options, const int64_t *prompts, int n_prompts, const int64_t *batches, int n_batches,
+                   int argc, char **argv)
+{
+  struct sits_error err;
+  struct runner runner;
+  struct steps steps = {0};
+  double *times = mem_calloc((size_t)options->steps, sizeof *times);
+  json_t *prefill = json_array(), *decode = json_array();
+  int64_t most_seqs = largest(batches, n_batches), longest_prompt = largest(prompts, n_prompts);
+  int64_t longest = options->context + options->steps;
+  if (most_seqs < 1) most_seqs = 1;
+  int32_t pages_per_seq = (int32_t)(((longest_prompt > longest ? longest_prompt : longest) + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
+  int64_t most_tokens = options->max_batch_tokens > most_seqs ? options->max_batch_tokens : most_seqs;
+  struct runner_options open = {
+      .model_path = options->model, .device = options->device, .kv_codec = options->kv_cache_dtype, .unfused = options->unfused,
+      .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .max_batch_tokens = (int32_t)most_tokens,
+                  .max_seqs = (int32_t)most_seqs}};
+  int status = 1;
+  if (runner_open(&runner, &open, &err) || runner_kv_create(&runner, (int32_t)most_seqs * pages_per_seq, &err)) {
+    fprintf(stderr, "%s\n", err.text);
+    goto done;
+  }
+  struct backend_info info;
+  runner.vtable->info(runner.backend, &info);
+  fprintf(stderr, "%s on %s, cache %s\n", options->model, info.name, kv_codec_name(runner.codec));
+  if (!times || !steps_init(&steps, &runner, most_tokens, most_seqs, pages_per_seq)) goto done;
+  for (int i = 0; i < n_prompts; i++)
+    if (json_array_append_new(prefill, measure_prefill(&steps, options, (int32_t)prompts[i]))) goto done;
+  for (int i = 0; i < n_batches; i++)
+    if (json_array_append_new(decode, measure_decode(&steps, options, (int32_t)batches[i], times))) goto done;
+  json_t *out = bench_header("throughput", argc, argv);
+  json_object_update_new(out, json_pack("{s:s, s:s, s:s, s:I, s:f, s:O, s:O}", "model", runner.model->config.name, "backend", info.name,
+                                        "kv_cache_dtype", kv_codec_name(runner.codec), "program_bytes",
+                                        (json_int_t)runner.vtable->program_bytes(runner.compiled), "open_ms",
+                                        (double)(runner.open_us + runner.compile_us) / 1e3, "prefill", prefill, "decode", decode));
+  status = bench_write_json(out, options->json) ? 0 : 1;
+done:
+  json_decref(prefill);
+  json_decref(decode);
+  steps_fini(&steps);
+  runner_close(&runner);
+  mem_free(times);
+  return status;
+}
+
+int bench_throughput(int argc, char **argv)
+{
+  struct throughput_options options;
+  struct option_set set;
+  int status;
+  if (!bench_parse("throughput", "speed of a model on a backend", &set, specs, sizeof specs / sizeof specs[0], &options, argc, argv,
+                   &status))
+    return status;
+  int64_t prompts[MOST_SIZES], batches[MOST_SIZES];
+  int n_prompts = bench_parse_list(options.prefill, prompts, MOST_SIZES), n_batches = bench_parse_list(options.batch, batches, MOST_SIZES);
+  if (!options.model || (options.prefill && !n_prompts) || (options.batch && !n_batches)) {
+    fprintf(stderr, "sits2026-bench throughput: needs --model, and lists such as --batch 1,8 of at most %d sizes\n", MOST_SIZES);
+    status = 2;
+  } else {
+    status = measure(&options, prompts, n_prompts, batches, n_batches, argc, argv);
+  }
+  option_set_fini(&set);
+  return status;
+}
