@@ -1,0 +1,150 @@
+/* See eval.h: sessions, steps, and the arithmetic on logits that the commands share. */
+#include <math.h>
+#include <string.h>
+
+#include "base/mapfile.h"
+#include "base/mem.h"
+#include "eval.h"
+#include "tensor/source.h"
+
+static enum sits_status reserve(struct eval_session *s, struct sits_error *err)
+{
+  size_t tokens = (size_t)s->max_tokens * sizeof(int32_t), slots = (size_t)s->n_slots * sizeof(int32_t);
+  s->lengths = mem_calloc(1, slots);
+  s->tokens = mem_alloc(tokens);
+  s->positions = mem_alloc(tokens);
+  s->rows = mem_alloc((size_t)s->max_rows * sizeof(int32_t));
+  s->starts = mem_alloc(slots + sizeof(int32_t));
+  s->kv_lengths = mem_alloc(slots);
+  s->table = mem_alloc(slots * (size_t)s->slot_pages);
+  if (s->lengths && s->tokens && s->positions && s->rows && s->starts && s->kv_lengths && s->table) return SITS_OK;
+  return sits_fail(err, SITS_NOMEM, "out of memory for the batch");
+}
+
+enum sits_status eval_session_open(struct eval_session *s, const struct eval_options *options, int32_t n_slots, int32_t max_length,
+                                   int32_t max_rows, struct sits_error *err)
+{
+  *s = (struct eval_session){.n_slots = n_slots, .slot_pages = (max_length + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS, .max_rows = max_rows};
+  s->max_tokens = (int32_t)options->batch_tokens;
+  if (s->max_tokens < n_slots) s->max_tokens = n_slots;
+  struct runner_options runner = {
+      .model_path = options->model, .device = options->device, .kv_codec = options->kv_cache_dtype, .unfused = options->unfused,
+      .backend = {.n_threads = (int32_t)options->threads, .max_batch_tokens = s->max_tokens,
+                  .max_seqs = max_rows > n_slots ? max_rows : n_slots, .isa = options->isa}};
+  enum sits_status status = runner_open(&s->runner, &runner, err);
+  if (status) return status; /* nothing is open */
+  if (max_length > s->runner.model->config.max_context)
+    status = sits_fail_param(err, SITS_CONTEXT_LENGTH, "ctx", "%d tokens are more than the model's context of %d", max_length,
+                             s->runner.model->config.max_context);
+  if (!status) status = tokenizer_load(s->runner.model->source, &s->tokenizer, err);
+  if (!status) status = runner_kv_create(&s->runner, n_slots * s->slot_pages, err);
+  if (!status) status = reserve(s, err);
+  if (status) eval_session_close(s);
+  return status;
+}
+
+void eval_session_close(struct eval_session *s)
+{
+  if (s->tokenizer) tokenizer_destroy(s->tokenizer);
+  runner_close(&s->runner);
+  mem_free(s->lengths);
+  mem_free(s->tokens);
+  mem_free(s->positions);
+  mem_free(s->rows);
+  mem_free(s->starts);
+  mem_free(s->kv_lengths);
+  mem_free(s->table);
+  *s = (struct eval_session){0};
+}
+
+void eval_session_reset(struct eval_session *s) { memset(s->lengths, 0, (size_t)s->n_slots * sizeof *s->lengths); }
+
+static enum sits_status check_piece(const struct eval_session *s, const struct eval_piece *piece, int32_t n_tokens, int32_t n_rows,
+                                    struct sits_error *err)
+{
+  int32_t n_vocab = s->runner.model->config.n_vocab;
+  bool fits = n_tokens + piece->n_tokens <= s->max_tokens && n_rows + piece->n_tokens - piece->first_row <= s->max_rows &&
+              s->lengths[piece->slot] + piece->n_tokens <= s->slot_pages * KV_PAGE_TOKENS;
+  if (!fits) return sits_fail(err, SITS_INTERNAL, "a step is larger than its session");
+  for (int32_t i = 0; i < piece->n_tokens; i++)
+    if (piece->tokens[i] < 0 || piece->tokens[i] >= n_vocab)
+      return sits_fail_param(err, SITS_INVALID_ARGUMENT, "ids", "token id %d is not within 0 to %d", piece->tokens[i], n_vocab - 1);
+  return SITS_OK;
+}
+
+enum sits_status eval_step(struct eval_session *s, const struct eval_piece *pieces, int32_t n_pieces, const float **logits,
+                           struct sits_error *err)
+{
+  int32_t n_tokens = 0, n_rows = 0;
+  for (int32_t p = 0; p < n_pieces; p++) {
+    const struct eval_piece *piece = &pieces[p];
+    enum sits_status status = check_piece(s, piece, n_tokens, n_rows, err);
+    if (status) return status;
+    s->starts[p] = n_tokens;
+    for (int32_t i = 0; i < piece->n_tokens; i++) {
+      if (i >= piece->first_row) s->rows[n_rows++] = n_tokens;
+      s->tokens[n_tokens] = piece->tokens[i];
+      s->positions[n_tokens++] = s->lengths[piece->slot] + i;
+    }
+    s->kv_lengths[p] = s->lengths[piece->slot] + piece->n_tokens;
+    for (int32_t i = 0; i < s->slot_pages; i++) s->table[p * s->slot_pages + i] = piece->slot * s->slot_pages + i;
+  }
+  s->starts[n_pieces] = n_tokens;
+  const struct backend_batch batch = {
+      .n_tokens = n_tokens, .n_seqs = n_pieces, .n_rows = n_rows, .tokens = s->tokens, .positions = s->positions, .seq_start = s->starts,
+      .kv_len = s->kv_lengths, .block_table = s->table, .table_stride = s->slot_pages, .row_token = s->rows};
+  struct backend_result result = {0};
+  enum sits_status status = s->runner.vtable->submit(s->runner.compiled, s->runner.kv, &batch);
+  if (!status) status = s->runner.vtable->wait(s->runner.compiled, &result);
+  if (status) return sits_fail(err, status, "the backend failed: %s", sits_status_info(status)->text);
+  for (int32_t p = 0; p < n_pieces; p++) s->lengths[pieces[p].slot] += pieces[p].n_tokens;
+  *logits = result.logits;
+  return SITS_OK;
+}
+
+double eval_logsumexp(const float *logits, int32_t n)
+{
+  float largest = logits[0];
+  for (int32_t i = 1; i < n; i++) largest = logits[i] > largest ? logits[i] : largest;
+  double sum = 0;
+  for (int32_t i = 0; i < n; i++) sum += (double)expf(logits[i] - largest);
+  return (double)largest + log(sum);
+}
+
+void eval_top(const float *logits, int32_t n, int32_t k, int32_t *out)
+{
+  int32_t n_kept = 0;
+  for (int32_t i = 0; i < n; i++) {
+    if (n_kept == k && logits[i] <= logits[out[k - 1]]) continue;
+    int32_t at = n_kept < k ? n_kept++ : k - 1;
+    for (; at > 0 && logits[i] > logits[out[at - 1]]; at--) out[at] = out[at - 1];
+    out[at] = i;
+  }
+}
+
+unsigned eval_encode_flags(const struct eval_options *options)
+{
+  return (options->add_special ? (unsigned)TOKENIZER_ADD_SPECIAL : 0) | (options->parse_special ? (unsigned)TOKENIZER_PARSE_SPECIAL : 0);
+}
+
+enum sits_status eval_encode_file(const struct tokenizer *tokenizer, const struct eval_options *options, struct token_list *out,
+                                  struct sits_error *err)
+{
+  if (!options->text) return sits_fail_param(err, SITS_INVALID_ARGUMENT, "text", "--text FILE is missing");
+  struct mapfile file;
+  enum sits_status status = mapfile_open(&file, options->text, err);
+  if (status) return status;
+  status = tokenizer_encode(tokenizer, (const char *)file.data, file.n_bytes, eval_encode_flags(options), out);
+  mapfile_close(&file);
+  return status ? sits_fail(err, status, "%s: cannot be encoded", options->text) : SITS_OK;
+}
+
+enum sits_status eval_load_tokenizer(const char *model, struct tokenizer **out, struct sits_error *err)
+{
+  struct source *source;
+  enum sits_status status = source_open(model, &source, err);
+  if (status) return status;
+  status = tokenizer_load(source, out, err);
+  source_close(source);
+  return status;
+}
