@@ -1,0 +1,146 @@
+/* sits2026d: parse options, listen, load, serve until SIGTERM or SIGINT, drain, stop.
+ *
+ * Signals are blocked in every thread and taken here with sigtimedwait. The first SIGTERM or SIGINT starts the drain, a second one ends it
+ * at once. SIGUSR1 is how the loading thread says that it is done. Exit status: 0 after a stop that was asked for, 1 when starting failed.
+ */
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "daemon/service.h"
+
+struct loader {
+  struct service *service;
+  pthread_t main_thread;
+  enum sits_status status;  /* valid after the join */
+  struct sits_error err;
+};
+
+static void *load_main(void *argument)
+{
+  struct loader *loader = argument;
+  loader->status = service_load(loader->service, &loader->err);
+  pthread_kill(loader->main_thread, SIGUSR1);
+  return NULL;
+}
+
+static enum log_level level_of(const char *name)
+{
+  static const char *const names[] = {"debug", "info", "warn", "error"};
+  for (int i = 0; i < 4; i++)
+    if (!strcmp(name, names[i])) return (enum log_level)i;
+  return LOG_INFO;
+}
+
+/* Each stream needs a descriptor; take what the hard limit gives. */
+static void raise_descriptor_limit(int64_t wanted)
+{
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) || limit.rlim_cur >= (rlim_t)wanted) return;
+  limit.rlim_cur = limit.rlim_max < (rlim_t)wanted ? limit.rlim_max : (rlim_t)wanted;
+  if (setrlimit(RLIMIT_NOFILE, &limit) || limit.rlim_cur < (rlim_t)wanted)
+    log_warn("daemon", "only %llu file descriptors are allowed, max-connections wants %lld", (unsigned long long)limit.rlim_cur,
+             (long long)wanted);
+}
+
+/* Wait for a signal; 0 when the time is up. timeout_us < 0: for ever. */
+static int wait_signal(const sigset_t *set, int64_t timeout_us)
+{
+  struct timespec timeout = {.tv_sec = timeout_us / 1000000, .tv_nsec = timeout_us % 1000000 * 1000};
+  int signal_number;
+  do signal_number = timeout_us < 0 ? sigwaitinfo(set, NULL) : sigtimedwait(set, NULL, &timeout);
+  while (signal_number < 0 && timeout_us < 0);
+  return signal_number > 0 ? signal_number : 0;
+}
+
+static void drain(struct service *service, const sigset_t *set, double grace_s)
+{
+  log_info("daemon", "draining: %lld requests in flight, at most %.1f s", (long long)api_n_active(service->api), grace_s);
+  service_drain(service);
+  int64_t end_us = clock_monotonic_us() + (int64_t)(grace_s * 1e6);
+  while (clock_monotonic_us() < end_us && !service_wait_idle(service, 20000)) {
+    int signal_number = wait_signal(set, 0);
+    if (signal_number == SIGTERM || signal_number == SIGINT) {
+      log_info("daemon", "second signal: ending what is left");
+      break;
+    }
+  }
+}
+
+/* 0 or 1: the exit status. */
+static int serve(const struct options *options)
+{
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  sigaddset(&set, SIGUSR1);
+  pthread_sigmask(SIG_BLOCK, &set, NULL);
+  signal(SIGPIPE, SIG_IGN);
+  raise_descriptor_limit(options->max_connections + 256);
+  static struct service service;
+  struct loader loader = {.service = &service, .main_thread = pthread_self()};
+  pthread_t thread;
+  enum sits_status status = service_open(&service, options, &loader.err);
+  if (status || pthread_create(&thread, NULL, load_main, &loader)) {
+    log_error("daemon", "cannot start: %s", loader.err.text);
+    service_close(&service);
+    return 1;
+  }
+  bool is_loaded = false;
+  int signal_number;
+  while ((signal_number = wait_signal(&set, -1)) != SIGTERM && signal_number != SIGINT) {
+    if (signal_number != SIGUSR1 || is_loaded) continue;
+    pthread_join(thread, NULL);
+    if (loader.status) {
+      health_set(&service.health, HEALTH_FAILED);
+      log_error("daemon", "cannot load the model: %s", loader.err.text);
+      service_close(&service);
+      return 1;
+    }
+    is_loaded = true;
+  }
+  if (!is_loaded) { /* nothing is served yet and reading a model cannot be interrupted: there is nothing to drain */
+    log_info("daemon", "stopped while loading");
+    _exit(0);
+  }
+  drain(&service, &set, options->shutdown_timeout_s);
+  service_close(&service);
+  log_info("daemon", "stopped");
+  return 0;
+}
+
+static int print(const struct option_set *set, enum options_action action)
+{
+  struct buf text;
+  buf_init(&text, 1u << 20);
+  bool ok = true;
+  if (action == OPTIONS_VERSION) buf_append_text(&text, "sits2026d " SITS_VERSION "\n");
+  else if (action == OPTIONS_HELP) ok = option_write_help(set, &text);
+  else ok = option_write_yaml(set, action == OPTIONS_PRINT_SAMPLE, &text);
+  if (ok && text.data) fputs(text.data, stdout);
+  buf_fini(&text);
+  return ok && !fflush(stdout) ? 0 : 1;
+}
+
+int main(int argc, char **argv)
+{
+  static struct options options;
+  struct option_set set;
+  struct sits_error err = {0};
+  enum options_action action;
+  if (options_load(&options, &set, argc, argv, &action, &err)) {
+    fprintf(stderr, "sits2026d: %s\nTry sits2026d --help.\n", err.text);
+    return 1;
+  }
+  log_set_level(level_of(options.log_level));
+  json_object_seed(0); /* before any thread */
+  int result = action == OPTIONS_RUN ? serve(&options) : print(&set, action);
+  option_set_fini(&set);
+  return result;
+}

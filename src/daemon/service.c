@@ -1,0 +1,237 @@
+/* See service.h. */
+#include "daemon/service.h"
+
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/json.h"
+#include "base/log.h"
+#include "base/mapfile.h"
+#include "base/mem.h"
+#include "tensor/gguf.h"
+
+#define WEDGED_AFTER_US (120 * 1000000LL) /* a step never takes so long; a loop that stands still for so long does not come back */
+#define FLUSH_US 2000000                  /* time for last bytes to leave after the last request has ended */
+
+enum sits_status service_open(struct service *service, const struct options *options, struct sits_error *err)
+{
+  *service = (struct service){.options = options};
+  health_init(&service->health, WEDGED_AFTER_US);
+  enum sits_status status = metrics_create(&service->metrics);
+  if (status) return sits_fail(err, status, "no memory for the metrics");
+  struct api_limits limits = api_limits_default;
+  limits.max_body_bytes = options->max_body_bytes;
+  status = api_create(&limits, &service->api, err);
+  if (status) return status;
+  api_set_timeout(service->api, (int64_t)(options->request_timeout_s * 1e6));
+  struct http_options http = {.host = options->host, .port = (int)options->port, .n_threads = (int)options->http_threads, .n_workers = 2,
+                              .max_connections = (int)options->max_connections, .idle_timeout_s = (int64_t)options->http_idle_timeout_s,
+                              .ping_us = (int64_t)(options->sse_ping_s * 1e6), .api_key = options->api_key,
+                              .metrics_require_key = options->metrics_require_key, .ssl_certfile = options->ssl_certfile,
+                              .ssl_keyfile = options->ssl_keyfile};
+  status = http_server_start(&http, service->api, &service->health, service->metrics, &service->http, err);
+  if (status) return status;
+  log_info("daemon", "listening on %s://%s:%d", options->ssl_certfile ? "https" : "http", options->host, http_server_port(service->http));
+  return SITS_OK;
+}
+
+/* ---- chat template ---- */
+
+/* tokenizer_config.json's chat_template: a string, or a list of named ones of which "default" counts. */
+static const json_t *template_of_config(const json_t *config)
+{
+  const json_t *value = json_object_get(config, "chat_template");
+  if (!json_is_array(value)) return value;
+  for (size_t i = 0; i < json_array_size(value); i++) {
+    const json_t *entry = json_array_get(value, i);
+    const char *name = json_string_value(json_object_get(entry, "name"));
+    if (name && !strcmp(name, "default")) return json_object_get(entry, "template");
+  }
+  return NULL;
+}
+
+static enum sits_status read_file(const char *path, struct buf *out, struct sits_error *err)
+{
+  struct mapfile file;
+  enum sits_status status = mapfile_open(&file, path, err);
+  if (status) return status;
+  if (!buf_append(out, file.data, file.n_bytes)) status = sits_fail(err, SITS_TOO_LARGE, "%s: too large for a chat template", path);
+  mapfile_close(&file);
+  return status;
+}
+
+/* The template's source into out; empty when the model has none. */
+static enum sits_status read_template(const struct service *service, const struct source *source, struct buf *out, struct sits_error *err)
+{
+  if (service->options->chat_template) return read_file(service->options->chat_template, out, err);
+  if (source_kind(source) == SOURCE_GGUF) {
+    struct gguf_string text;
+    if (gguf_get_string(source_gguf(source), "tokenizer.chat_template", &text) && !buf_append(out, text.data, text.size))
+      return sits_fail(err, SITS_FORMAT, "tokenizer.chat_template is too large");
+    return SITS_OK;
+  }
+  const char *path = source_hf_file(source, "chat_template.jinja");
+  if (path) return read_file(path, out, err);
+  path = source_hf_file(source, "tokenizer_config.json");
+  if (!path) return SITS_OK;
+  json_t *config;
+  enum sits_status status = json_parse_file(path, &json_limits_file, &config, err);
+  if (status) return status;
+  const json_t *text = template_of_config(config);
+  if (json_is_string(text) && !buf_append(out, json_string_value(text), json_string_length(text)))
+    status = sits_fail(err, SITS_FORMAT, "%s: chat_template is too large", path);
+  json_decref(config);
+  return status;
+}
+
+/* A template that cannot be used is not fatal unless it was asked for: completions work without one. */
+static enum sits_status load_template(struct service *service, const struct source *source, bool *knows_developer, struct sits_error *err)
+{
+  struct buf text;
+  buf_init(&text, 4u << 20);
+  enum sits_status status = read_template(service, source, &text, err);
+  if (!status && text.size) {
+    *knows_developer = memmem(text.data, text.size, "developer", 9) != NULL;
+    status = chat_template_create(text.data, text.size, &service->chat_template, err);
+  }
+  buf_fini(&text);
+  if (status && !service->options->chat_template) {
+    log_warn("daemon", "the model's chat template cannot be used, chat completions are refused: %s", err->text);
+    status = SITS_OK;
+  } else if (!status && !service->chat_template) {
+    log_warn("daemon", "the model has no chat template, chat completions are refused; give one with --chat-template");
+  }
+  return status;
+}
+
+/* ---- loading ---- */
+
+static enum sits_status open_instance(struct service *service, struct sits_error *err)
+{
+  const struct options *o = service->options;
+  struct instance_options options = {.model_path = o->model,
+                                     .device = o->device,
+                                     .n_threads = (int32_t)o->threads,
+                                     .isa = o->isa,
+                                     .max_model_len = (int32_t)o->max_model_len,
+                                     .max_num_seqs = (int32_t)o->max_num_seqs,
+                                     .max_num_batched_tokens = (int32_t)o->max_num_batched_tokens,
+                                     .kv_cache_bytes = (uint64_t)o->kv_cache_memory,
+                                     .memory_utilization = strcmp(o->device, "cuda") ? 0 : o->gpu_memory_utilization,
+                                     .kv_codec = o->kv_cache_dtype,
+                                     .prefix_caching = o->enable_prefix_caching,
+                                     .itl_target_us = (int64_t)(o->itl_target_ms * 1000),
+                                     .max_waiting_requests = (int32_t)o->max_queued_requests,
+                                     .max_waiting_tokens = o->max_queued_tokens,
+                                     .on_events = api_on_events,
+                                     .events_user = service->api};
+  return instance_open(&options, &service->instance, err);
+}
+
+/* Names: --served-model-name's comma-separated list, or the last part of the path without ".gguf". */
+static enum sits_status choose_names(struct service *service, struct api_model *model, struct sits_error *err)
+{
+  const char *given = service->options->served_model_name, *path = service->options->model, *slash;
+  if (!given) {
+    size_t n = strlen(path);
+    while (n > 1 && path[n - 1] == '/') n--;
+    slash = memrchr(path, '/', n);
+    const char *base = slash && slash + 1 < path + n ? slash + 1 : path;
+    n -= (size_t)(base - path);
+    if (n > 5 && !strncmp(base + n - 5, ".gguf", 5)) n -= 5;
+    service->model_name = mem_strndup(base, n);
+  } else {
+    service->model_name = mem_strdup(given);
+  }
+  if (!service->model_name) return sits_fail(err, SITS_NOMEM, "no memory for the model's name");
+  char *at = service->model_name, *part;
+  while ((part = strsep(&at, ",")))
+    if (*part && model->n_names < API_MAX_MODEL_NAMES && (given || !model->n_names)) model->names[model->n_names++] = part;
+  if (!model->n_names) return sits_fail_param(err, SITS_CONFIG, "served-model-name", "served-model-name is empty");
+  return SITS_OK;
+}
+
+static void read_stats(void *context, struct engine_stats *out) { engine_stats(instance_engine(context), out); }
+static int32_t read_retry_after_s(void *context) { return engine_retry_after_s(instance_engine(context)); }
+
+static int64_t read_heartbeat_age_us(void *context)
+{
+  struct sits_engine *engine = instance_engine(context);
+  if (engine_state(engine) == ENGINE_FAILED) return -1;
+  int64_t age_us = clock_monotonic_us() - engine_heartbeat_us(engine);
+  return age_us > 0 ? age_us : 0;
+}
+
+static void publish(struct service *service, const struct instance_info *info)
+{
+  service->http_engine = (struct http_engine){.stats = read_stats, .retry_after_s = read_retry_after_s, .context = service->instance,
+                                              .page_tokens = info->n_pages ? KV_PAGE_TOKENS : 0};
+  health_watch(&service->health, read_heartbeat_age_us, service->instance);
+  http_server_set_engine(service->http, &service->http_engine);
+  health_set(&service->health, HEALTH_READY);
+}
+
+enum sits_status service_load(struct service *service, struct sits_error *err)
+{
+  int64_t start_us = clock_monotonic_us();
+  struct api_model served = {.loaded_unix_s = clock_unix_s()};
+  enum sits_status status = choose_names(service, &served, err);
+  if (!status) status = open_instance(service, err);
+  if (status) return status;
+  const struct source *source = instance_model(service->instance)->source;
+  status = tokenizer_load(source, &service->tokenizer, err);
+  if (!status) status = load_template(service, source, &served.knows_developer_role, err);
+  if (status) return status;
+  int32_t n_ends = 0;
+  const int32_t *ends = tokenizer_end_tokens(service->tokenizer, &n_ends);
+  status = instance_set_end_ids(service->instance, ends, n_ends);
+  if (status) return sits_fail(err, status, "no memory for the end tokens");
+  status = instance_start(service->instance, err);
+  if (status) return status;
+  struct instance_info info;
+  instance_info(service->instance, &info);
+  served.engine = instance_engine(service->instance);
+  served.tokenizer = service->tokenizer;
+  served.chat_template = service->chat_template;
+  served.max_model_len = info.max_model_len;
+  served.loaded_bytes = info.weight_bytes;
+  metrics_set_model(service->metrics, served.names[0]);
+  status = api_model_set(service->api, &served, err);
+  if (status) return status;
+  publish(service, &info);
+  log_info("daemon", "ready model=%s device=%s max_model_len=%d max_num_seqs=%d weights_mb=%.1f kv_pages=%d kv_mb=%.1f ms=%.0f",
+           served.names[0], info.device_name, info.max_model_len, info.max_num_seqs, (double)info.weight_bytes / 1048576, info.n_pages,
+           (double)info.kv_bytes / 1048576, (double)(clock_monotonic_us() - start_us) / 1000);
+  return SITS_OK;
+}
+
+/* ---- stopping ---- */
+
+void service_drain(struct service *service)
+{
+  health_set(&service->health, HEALTH_DRAINING);
+  api_stop_admission(service->api);
+  http_server_quiesce(service->http);
+}
+
+bool service_wait_idle(struct service *service, int64_t timeout_us) { return api_wait_idle(service->api, timeout_us); }
+
+void service_close(struct service *service)
+{
+  if (service->http) {
+    service_drain(service);
+    api_abort_all(service->api, SITS_UNAVAILABLE);
+    api_wait_idle(service->api, FLUSH_US);
+    http_server_wait_idle(service->http, FLUSH_US);
+    http_server_set_engine(service->http, NULL);
+    http_server_stop(service->http);
+  }
+  health_unwatch(&service->health);
+  instance_close(service->instance);
+  api_destroy(service->api);
+  metrics_destroy(service->metrics);
+  chat_template_destroy(service->chat_template);
+  tokenizer_destroy(service->tokenizer);
+  mem_free(service->model_name);
+  *service = (struct service){0};
+}

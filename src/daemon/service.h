@@ -1,0 +1,33 @@
+/* The daemon's parts and the order in which they start and stop. main.c waits for signals around it.
+ *
+ * service_open: front ends listen and say "loading". service_load: model, tokenizer, template, engine; then "ready". service_drain:
+ * readiness turns red and no new connection is taken. service_close: what still runs is ended with an error the client can read.
+ * One owner thread, except that service_load may run on a thread of its own that is joined before service_close. */
+#ifndef SITS_DAEMON_SERVICE_H
+#define SITS_DAEMON_SERVICE_H
+
+#include "config/options.h"
+#include "engine/instance.h"
+#include "front/http/http_server.h"
+
+struct service {
+  const struct options *options;       /* borrowed */
+  struct health health;
+  struct metrics *metrics;
+  struct api *api;
+  struct http_server *http;
+  struct http_engine http_engine;      /* what the HTTP server asks of the engine */
+  struct instance *instance;
+  struct tokenizer *tokenizer;
+  struct chat_template *chat_template;
+  char *model_name;                    /* served-model-name's list, split in place */
+};
+
+enum sits_status service_open(struct service *service, const struct options *options, struct sits_error *err) SITS_MUST_CHECK;
+enum sits_status service_load(struct service *service, struct sits_error *err) SITS_MUST_CHECK;
+void service_drain(struct service *service);
+/* Whether every request has ended; waits at most timeout_us. */
+bool service_wait_idle(struct service *service, int64_t timeout_us);
+void service_close(struct service *service); /* half-open is fine */
+
+#endif
