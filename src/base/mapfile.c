@@ -37,9 +37,8 @@ void mapfile_close(struct mapfile *file)
 
 void mapfile_drop(const struct mapfile *file, size_t offset, size_t n_bytes)
 {
-  size_t page = (size_t)sysconf(_SC_PAGESIZE);
-  size_t first = (offset + page - 1) / page * page;
-  size_t last = (offset + n_bytes) / page * page;
-  if (file->data && last > first && last <= file->n_bytes)
-    madvise((void *)(uintptr_t)(file->data + first), last - first, MADV_DONTNEED);
+  const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), start = (uintptr_t)file->data;
+  if (file->data == NULL || offset > file->n_bytes || n_bytes > file->n_bytes - offset) return;
+  const uintptr_t first = (start + offset + page - 1) / page * page, last = (start + offset + n_bytes) / page * page;
+  if (last > first) madvise((void *)first, last - first, MADV_DONTNEED);
 }

@@ -60,6 +60,15 @@ static int64_t job_rows(const struct cpu_weight_entry *entry)
   return wanted < tile ? tile : wanted;
 }
 
+/* The copy of these rows is made: their file pages need not stay in this process. */
+static void drop_rows(const struct cpu_weight_entry *entry, int64_t r0, int64_t r1)
+{
+  if (entry->utd->place != SITS_PLACE_MAPPED_FILE || entry->utd->dims[0] < 1) return;
+  const size_t row_bytes = entry->utd->n_bytes / (size_t)entry->utd->dims[0];
+  const struct mapfile map = {entry->utd->data, entry->utd->n_bytes};
+  mapfile_drop(&map, (size_t)r0 * row_bytes, (size_t)(r1 - r0) * row_bytes);
+}
+
 /* Jobs are numbered through all weights; a worker walks the list as its claims grow. */
 static void pack_worker(void *arg, int32_t worker)
 {
@@ -77,13 +86,19 @@ static void pack_worker(void *arg, int32_t worker)
     }
     const int64_t r0 = (job - first_job) * step, r1 = r0 + step < rows ? r0 + step : rows;
     cpu_weight_pack(entry->weight, entry->utd, r0, r1);
-    if (entry->utd->place == SITS_PLACE_MAPPED_FILE) { /* the copy is made: its file pages need not stay in this process */
-      const size_t row_bytes = entry->utd->n_bytes / (size_t)rows;
-      const struct mapfile map = {entry->utd->data, entry->utd->n_bytes};
-      mapfile_drop(&map, (size_t)r0 * row_bytes, (size_t)(r1 - r0) * row_bytes);
-    }
+    drop_rows(entry, r0, r1);
     job = atomic_fetch_add(&run->next, 1);
   }
+}
+
+static enum sits_status pack_weights(struct backend_program *p, struct sits_error *err)
+{
+  const enum sits_status status = collect_weights(p, err);
+  if (status != SITS_OK) return status;
+  struct pack_run run = {.p = p};
+  cpu_pool_run(p->backend->pool, pack_worker, &run);
+  for (int32_t i = 0; i < p->n_weights; i++) drop_rows(&p->weights[i], 0, cpu_weight_rows(p->weights[i].weight)); /* pages at seams */
+  return SITS_OK;
 }
 
 /* ---- gains and biases, as f32 ---- */
@@ -311,9 +326,7 @@ enum sits_status cpu_compile(struct backend *backend, const struct program *prog
   p->program = program;
   p->max_tokens = backend->options.max_batch_tokens;
   p->max_rows = backend->options.max_seqs;
-  if ((status = collect_weights(p, err)) != SITS_OK) goto fail;
-  struct pack_run run = {.p = p};
-  cpu_pool_run(backend->pool, pack_worker, &run);
+  if ((status = pack_weights(p, err)) != SITS_OK) goto fail;
   if ((status = make_steps(p, err)) != SITS_OK) goto fail;
   if ((status = expand_vectors(p, err)) != SITS_OK) goto fail;
   if ((status = make_arena(p, err)) != SITS_OK) goto fail;
