@@ -19,8 +19,8 @@
 
 #include "base/mem.h"
 
-#define SPINS_BARRIER 4000   /* about 50 us: several times the longest wait when nobody else wants the cores */
-#define SPINS_IDLE 20000     /* about 250 us: bridges the sampling between two decode steps */
+#define SPINS_BARRIER 2000   /* about 40 us: several times the longest wait when nobody else wants the cores */
+#define SPINS_IDLE 10000     /* about 200 us: bridges the sampling between two decode steps */
 
 /* A generation number with its sleepers, alone on a pair of cache lines (the prefetcher pulls neighbours). */
 struct gate {

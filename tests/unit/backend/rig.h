@@ -25,7 +25,7 @@ struct rig_options { const char *isa; int32_t n_threads, max_batch_tokens, max_s
 
 struct rig {
   const struct backend_vtable *vt;
-  struct model *model;
+  struct model *model, *owned;     /* owned: closed with the rig; NULL when the model is the caller's */
   struct program *program;
   struct backend *backend;
   struct backend_program *compiled;
@@ -38,7 +38,7 @@ struct rig {
     if ((call) != SITS_OK) fail_msg("%s: %s", #call, (error).text); \
   } while (0)
 
-static const char *rig_shared(const char *relative)
+static inline const char *rig_shared(const char *relative)
 {
   static char path[2][1024];
   static int turn;
@@ -59,11 +59,11 @@ static inline const char *rig_real_model(void)
   return access(path, R_OK) == 0 ? path : NULL;
 }
 
-static struct rig rig_open(const char *model_path, const struct rig_options *o)
+/* The model stays the caller's. */
+static struct rig rig_attach(struct model *model, const struct rig_options *o)
 {
-  struct rig rig = {.vt = backend_find("cpu"), .n_pages = o->n_pages};
+  struct rig rig = {.vt = backend_find("cpu"), .model = model, .n_pages = o->n_pages};
   struct sits_error err = {0};
-  RIG_OK(model_open(model_path, &rig.model, &err), err);
   RIG_OK(program_from_model_with(rig.model, o->fusions & rig.vt->fusions, &rig.program, &err), err);
   const struct backend_options options = {
       .n_threads = o->n_threads, .max_batch_tokens = o->max_batch_tokens, .max_seqs = o->max_seqs, .isa = o->isa};
@@ -75,13 +75,23 @@ static struct rig rig_open(const char *model_path, const struct rig_options *o)
   return rig;
 }
 
+static inline struct rig rig_open(const char *model_path, const struct rig_options *o)
+{
+  struct model *model = NULL;
+  struct sits_error err = {0};
+  RIG_OK(model_open(model_path, &model, &err), err);
+  struct rig rig = rig_attach(model, o);
+  rig.owned = model;
+  return rig;
+}
+
 static void rig_close(struct rig *rig)
 {
   rig->vt->kv_destroy(rig->kv);
   rig->vt->program_destroy(rig->compiled);
   rig->vt->close(rig->backend);
   program_destroy(rig->program);
-  model_close(rig->model);
+  model_close(rig->owned);
 }
 
 /* One sequence's part of a step: tokens at positions p0.. in the pages of `table`. */
