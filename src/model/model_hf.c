@@ -218,9 +218,10 @@ static enum sits_status read_rope(const struct reader *r, const json_t *config, 
   c->rope_style = ROPE_HALF_SPLIT;
   c->rope_factor = 1;
   enum sits_status status = read_real(r, config, "rope_theta", 10000, &theta);
+  if (!status && !(theta > 0)) status = key_error(r, SITS_FORMAT, "rope_theta", "is not above 0");
   if (!status) status = read_real(r, rope, "rope_theta", theta, &c->rope_theta);
   if (!status) status = read_real(r, config, "partial_rotary_factor", 1, &partial);
-  if (!status) status = read_real(r, rope, "partial_rotary_factor", partial, &partial);
+  if (!status && partial > 0) status = read_real(r, rope, "partial_rotary_factor", partial, &partial);
   if (status) return status;
   if (!(partial > 0 && partial <= 1)) return key_error(r, SITS_FORMAT, "partial_rotary_factor", "is not in (0, 1]");
   c->rope_dims = (int32_t)((double)c->head_dim * partial);
