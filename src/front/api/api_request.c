@@ -82,7 +82,7 @@ static const struct field fields[] = {
   {"return_token_ids", GENERATE, FIELD_BOOL, AT(return_token_ids)},
   {"return_timing", GENERATE, FIELD_BOOL, AT(return_timing)},
   {"return_token_strs", API_TOKENIZE, FIELD_BOOL, AT(return_token_strs)},
-  {"add_special_tokens", PROMPTED, FIELD_BOOL, AT(add_special_tokens)},
+  {"add_special_tokens", PROMPTED, FIELD_BOOL, AT(add_special_tokens), AT(has_add_special_tokens)},
   {"parse_special", API_COMPLETION | API_TOKENIZE, FIELD_BOOL, AT(parse_special)},
   {"add_generation_prompt", API_CHAT | API_TOKENIZE, FIELD_BOOL, AT(add_generation_prompt)},
   {"chat_template_kwargs", API_CHAT | API_TOKENIZE, FIELD_READER, .reader = api_read_template_kwargs},
@@ -232,6 +232,7 @@ enum sits_status api_request_parse(enum api_kind kind, const char *body, size_t 
     }
     if (status) goto fail;
   }
+  if (request->messages && !request->has_add_special_tokens) request->add_special_tokens = false;
   status = api_request_check(request, limits, err);
   if (status) goto fail;
   *out = request;

@@ -62,7 +62,8 @@ struct api_request {
   int64_t n_prompts;
   bool has_prompt;
   bool parse_special;           /* special tokens written out in a prompt (not in messages) are recognised; default true */
-  bool add_special_tokens;      /* BOS and the like: default true for prompts, false for chat (the template writes them) */
+  bool add_special_tokens;      /* BOS and the like: default true for prompts, false for messages (the template writes them) */
+  bool has_add_special_tokens;
   const int32_t *tokens;        /* detokenize */
   int64_t n_tokens;
   bool has_tokens;

@@ -1,0 +1,197 @@
+"""Load on the HTTP front end: many streams, many clients that leave, slow readers; and what /metrics says of it."""
+import asyncio
+import json
+import random
+import re
+import socket
+import threading
+import time
+
+import pytest
+from conftest import TINY, read_response
+
+aiohttp = pytest.importorskip("aiohttp")
+TEXT = "/v1/completions"
+N_STREAMS = 512
+
+
+def quantile_of(server, name, q):
+    """Upper bound of the bucket that holds the quantile, in the histogram's unit."""
+    rows = re.findall(rf'sits2026:{name}_bucket{{[^}}]*le="([^"]+)"}} (\d+)', server.get("/metrics")[2].decode())
+    total = int(rows[-1][1])
+    return next(float(bound) for bound, count in rows if int(count) >= q * total), total
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    from conftest import start
+    server = start(tmp_path_factory, TINY, "--max-num-seqs", 512, "--max-num-batched-tokens", 2048, "--max-queued-requests", 2000)
+    yield server
+    assert server.stop() == 0
+
+
+async def one_stream(session, url, i, n_tokens):
+    body = {
+        "prompt": "Once upon a time",
+        "max_tokens": n_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "seed": i,
+        "stream_options": {
+            "include_usage": True
+        }
+    }
+    async with session.post(url + TEXT, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        data = await answer.read()
+    payloads = [block[6:] for block in data.decode().split("\n\n") if block.startswith("data: ")]
+    assert payloads[-1] == "[DONE]" and payloads.count("[DONE]") == 1
+    assert json.loads(payloads[-2])["usage"]["completion_tokens"] == n_tokens
+    assert json.loads(payloads[-3])["choices"][0]["finish_reason"] == "length"
+
+
+async def many_streams(url, n_streams, n_tokens):
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=240)) as session:
+        await asyncio.gather(*(one_stream(session, url, i, n_tokens) for i in range(n_streams)))
+
+
+def test_512_streams_all_finish(loaded):
+    start = time.time()
+    asyncio.run(many_streams(loaded.url, N_STREAMS, 100))
+    seconds = time.time() - start
+    p99, total = quantile_of(loaded, "delivery_latency_seconds", 0.99)
+    p50, _ = quantile_of(loaded, "delivery_latency_seconds", 0.5)
+    print(f"\n{N_STREAMS} streams x 100 tokens: {seconds:.1f} s, {total} deliveries, p50 <= {p50 * 1000:g} ms, p99 <= {p99 * 1000:g} ms")
+    assert total > N_STREAMS
+    loaded.wait_quiet()
+
+
+def test_1000_random_disconnects_leave_nothing(loaded):
+    """Clients that leave while connecting, sending, waiting, streaming, and after the end, over closes and resets."""
+    rng = random.Random(7)
+    errors = []
+
+    def client(number):
+        r = random.Random(number)
+        try:
+            body = json.dumps({
+                "prompt": "Once upon a time",
+                "max_tokens": r.choice([1, 20, 200]),
+                "ignore_eos": True,
+                "stream": r.random() < 0.6,
+                "n": r.choice([1, 1, 3]),
+                "seed": number
+            }).encode()
+            data = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(
+                body) + body
+            sock = socket.create_connection(("127.0.0.1", loaded.port), timeout=60)
+            if r.random() < 0.3:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+            sock.sendall(data if r.random() < 0.9 else data[:r.randrange(len(data))])
+            choice = r.random()
+            if choice < 0.4:
+                time.sleep(r.random() * 0.02)
+            elif choice < 0.8:
+                sock.settimeout(r.random() * 0.2)
+                try:
+                    sock.recv(r.choice([1, 1000, 100000]))
+                except TimeoutError:
+                    pass
+            else:
+                time.sleep(r.random() * 0.3)
+            sock.close()
+        except ConnectionError:
+            pass
+        except Exception as error:  # noqa: BLE001 - shown by the test
+            errors.append(error)
+
+    for start in range(0, 1000, 50):
+        threads = [threading.Thread(target=client, args=(rng.randrange(10**9),)) for _ in range(50)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors[:3]
+    loaded.wait_quiet()
+    end = time.time() + 10
+    while loaded.metric("http_requests_in_flight") > 1:
+        assert time.time() < end
+        time.sleep(0.05)
+    assert loaded.complete(max_tokens=2)[0] == 200
+
+
+def test_a_client_that_does_not_read_is_bounded(launch):
+    """Its stream is paused at a bounded buffer, others go on, and the idle timeout ends it."""
+    server = launch(TINY, "--http-idle-timeout-s", 2)
+    body = json.dumps({"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 64, "logprobs": 20}).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", server.port))
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) +
+                 body)
+    end = time.time() + 30
+    while server.metric("slow_reader_stalls_total") == 0:
+        assert time.time() < end
+        time.sleep(0.05)
+    assert server.complete(max_tokens=5)[0] == 200
+    server.wait_quiet(30)
+    sock.close()
+
+
+def test_metrics_parse_and_keep_vllm_names(loaded):
+    parser = pytest.importorskip("prometheus_client.parser")
+    loaded.complete(max_tokens=3)
+    status, headers, data = loaded.get("/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {f.name: f for f in parser.text_string_to_metric_families(data.decode())}
+    want = {
+        "num_requests_running": "gauge",
+        "num_requests_waiting": "gauge",
+        "kv_cache_usage_perc": "gauge",
+        "cache_config_info": "gauge",
+        "prompt_tokens": "counter",
+        "generation_tokens": "counter",
+        "request_success": "counter",
+        "num_preemptions": "counter",
+        "prefix_cache_queries": "counter",
+        "prefix_cache_hits": "counter",
+        "time_to_first_token_seconds": "histogram",
+        "inter_token_latency_seconds": "histogram",
+        "e2e_request_latency_seconds": "histogram",
+        "request_queue_time_seconds": "histogram",
+        "request_prefill_time_seconds": "histogram",
+        "request_decode_time_seconds": "histogram",
+        "request_inference_time_seconds": "histogram",
+        "request_prompt_tokens": "histogram",
+        "request_generation_tokens": "histogram",
+        "request_params_n": "histogram",
+        "request_params_max_tokens": "histogram",
+        "iteration_tokens_total": "histogram",
+        "delivery_latency_seconds": "histogram"
+    }
+    for name, kind in want.items():
+        family = families[f"sits2026:{name}"]
+        assert family.type == kind, name
+        assert family.samples and all(s.labels["model_name"] == "tiny" for s in family.samples), name
+    assert families["sits2026:cache_config_info"].samples[0].labels["block_size"] == "64"
+
+
+def test_counters_count(loaded):
+    before = {n: loaded.metric(n) for n in ("prompt_tokens_total", "generation_tokens_total")}
+    _, answer = loaded.complete(prompt=[7, 8, 9, 10], max_tokens=6, ignore_eos=True)
+    assert loaded.metric("prompt_tokens_total") - before["prompt_tokens_total"] == 4
+    assert loaded.metric("generation_tokens_total") - before["generation_tokens_total"] == 6
+
+
+def test_scrape_is_quick_with_many_streams(loaded):
+    """Answered from memory."""
+    with loaded.connect() as sock:
+        file = sock.makefile("rb")
+        times = []
+        for _ in range(30):
+            start = time.time()
+            sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: t\r\n\r\n")
+            assert read_response(file)[0] == 200
+            times.append(time.time() - start)
+    assert sorted(times)[15] < 0.02, times
