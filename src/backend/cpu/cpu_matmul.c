@@ -8,9 +8,6 @@
 #include "backend/cpu/cpu_quant.h"
 #include "tensor/dequant.h"
 
-/* A group whose range is below this is taken as zero: 254 / range must stay finite, and nothing a model computes is that small. */
-#define MIN_RANGE 1e-30F
-
 enum cpu_act_format cpu_act_format(const struct cpu_weight *w) { return w->format ? CPU_ACT_Q8 : CPU_ACT_F32; }
 
 size_t cpu_act_bytes(const struct cpu_weight *w, int32_t n_tokens)
@@ -62,7 +59,7 @@ static void quantize_group(const float *x, struct cpu_act_ref at)
   }
   if (!is_finite || !isfinite(hi - lo)) {
     s = NAN;
-  } else if (hi - lo >= MIN_RANGE) {
+  } else if (hi - lo >= CPU_MIN_RANGE) {
     s = (hi - lo) / 254.0F;
     inv = 254.0F / (hi - lo);
     z = clamp127((int32_t)lrintf((hi + lo) * 0.5F * inv));

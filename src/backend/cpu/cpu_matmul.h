@@ -21,7 +21,7 @@
 #include "sits2026/utd.h"
 
 #define CPU_ALIGN_BYTES 64                    /* of packed weights, activations and scratch */
-#define CPU_MATMUL_SCRATCH_BYTES (160 << 10)  /* per thread, for cpu_matmul */
+#define CPU_MATMUL_SCRATCH_BYTES (64 << 10)   /* per thread, for cpu_matmul */
 
 enum cpu_act_format {
   CPU_ACT_F32,                                /* float weights */

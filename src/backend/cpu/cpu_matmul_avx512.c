@@ -17,20 +17,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define W 16                        /* rows of a tile */
-#define PANEL_GROUPS 128
+#define PANEL_GROUPS 64
 #define PANEL_TOKENS 12
-#define DIRECT_TOKENS 8             /* most tokens computed without a panel */
+#define DIRECT_TOKENS 8             /* most tokens at a time without a panel */
+#define MOST_DIRECT 24              /* largest batch without a panel */
 
 #define PREFETCH_BYTES 4096
-
-/* The properties of a format that kernels are specialised by, all compile-time constants. */
-#define FORMAT_PARAMS int low, int high, int halves, int mins, int super, int nibble, int offset
-#define FORMAT_ARGS low, high, halves, mins, super, nibble, offset
-/*                 low high halves mins super nibble offset */
-#define FORMAT_MAP(X) \
-  X(Q4_0, 4, 0, 1, 0, 0, 0, 8)   X(Q4_1, 4, 0, 1, 1, 0, 0, 0)  X(Q5_0, 4, 1, 1, 0, 0, 0, 16) X(Q5_1, 4, 1, 1, 1, 0, 0, 0) \
-  X(Q8_0, 8, 0, 1, 0, 0, 0, 128) X(Q2_K, 2, 0, 2, 1, 1, 1, 0)  X(Q3_K, 2, 1, 2, 0, 1, 0, 4)  X(Q4_K, 4, 0, 1, 1, 1, 0, 0) \
-  X(Q5_K, 4, 1, 1, 1, 1, 0, 0)   X(Q6_K, 4, 2, 2, 0, 1, 0, 32)
 
 struct group {
   __m512i w[CPU_VECTORS];
@@ -89,13 +81,8 @@ INLINE __m512 bytes_to_ps(__m128i bytes, int is_signed)
   return _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 }
 
-#define CHUNK_GROUPS (super ? 8 : mins ? 1 : 2)
-#define HALF_BYTES (W * (mins && !nibble ? 2 : 1))
-#define HEADER_BYTES (super ? (2 * W * (1 + mins) + 8 * halves * HALF_BYTES + 63) / 64 * 64 : 64)
-#define CHUNK_BYTES (HEADER_BYTES + CHUNK_GROUPS * 64 * (low + high))
-
 /* Scales of group j of a chunk. */
-INLINE void unpack_scales(FORMAT_PARAMS, const uint8_t *header, int j, struct group *out)
+INLINE void unpack_scales(CPU_FORMAT_PARAMS, const uint8_t *header, int j, struct group *out)
 {
   if (!super) {
     out->d[0] = load_half(header + j * 2 * W);
@@ -103,9 +90,9 @@ INLINE void unpack_scales(FORMAT_PARAMS, const uint8_t *header, int j, struct gr
     return;
   }
   const int has_min_byte = mins && !nibble;
-  const uint8_t *sc = header + 2 * W * (1 + mins) + j * halves * HALF_BYTES;
+  const uint8_t *sc = header + 2 * W * (1 + mins) + j * halves * CPU_HALF_BYTES;
   __m512 d = load_half(header), dmin = mins ? load_half(header + 2 * W) : _mm512_setzero_ps();
-  for (int h = 0; h < halves; h++, sc += HALF_BYTES) {
+  for (int h = 0; h < halves; h++, sc += CPU_HALF_BYTES) {
     __m128i s = _mm_loadu_si128((const __m128i *)sc), low_nibble = _mm_set1_epi8(15);
     __m128i min = has_min_byte ? _mm_loadu_si128((const __m128i *)(sc + W)) : _mm_and_si128(_mm_srli_epi16(s, 4), low_nibble);
     if (nibble) s = _mm_and_si128(s, low_nibble);
@@ -115,11 +102,11 @@ INLINE void unpack_scales(FORMAT_PARAMS, const uint8_t *header, int j, struct gr
 }
 
 /* Group j of a chunk. */
-INLINE void unpack(FORMAT_PARAMS, const uint8_t *chunk, int j, struct group *out)
+INLINE void unpack(CPU_FORMAT_PARAMS, const uint8_t *chunk, int j, struct group *out)
 {
-  unpack_planes(low, high, chunk + HEADER_BYTES + j * 64 * (low + high), out->w);
+  unpack_planes(low, high, chunk + CPU_HEADER_BYTES + j * CPU_PLANE_BYTES, out->w);
   for (int h = 0; h < halves; h++) out->n[h] = row_sums(low + high, halves, offset, out->w + 4 * h);
-  unpack_scales(FORMAT_ARGS, chunk, j, out);
+  unpack_scales(CPU_FORMAT_ARGS, chunk, j, out);
 }
 
 INLINE __m512i broadcast32(const uint8_t *at)
@@ -163,31 +150,48 @@ INLINE void add_group(int halves, int mins, const struct group *q, const uint8_t
   }
 }
 
-/* Rows r0..r1 for a batch of n_tokens <= nt = 1, 2, 4, 6 or 8, nt the tokens computed; those past n_tokens are zero. */
-INLINE void direct(FORMAT_PARAMS, int nt, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1,
-                   float *y, int64_t ldy)
+/* One row tile times nt = 1, 2, 4, 6 or 8 tokens, those of the act tiles (n tokens each) from `act` on; n_tokens of them are real. */
+INLINE void direct(CPU_FORMAT_PARAMS, int n, int nt, const struct cpu_weight *w, const uint8_t *tile, const uint8_t *act, int32_t n_tokens,
+                   float *y, int64_t ldy, __mmask16 mask)
 {
-  const int n = nt > 4 ? 4 : nt;
   const int64_t groups = w->k / CPU_GROUP;
   const size_t act_tile = cpu_act_tile_bytes_q8(w->k, n);
-  const uint8_t *tile = w->data + (size_t)(r0 / W) * w->tile_bytes;
-  for (int64_t r = r0; r < r1; r += W, tile += w->tile_bytes) {
-    const uint8_t *chunk = tile, *rec = act, *second = act + groups * CPU_RECORD_BYTES * n;
-    __m512 sum[DIRECT_TOKENS];
-    for (int t = 0; t < nt; t++) sum[t] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g += CHUNK_GROUPS, chunk += CHUNK_BYTES) {
-      const char *ahead = (const char *)chunk + PREFETCH_BYTES;
-      for (int i = 0; i < HEADER_BYTES; i += 64, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
-      for (int j = 0; j < CHUNK_GROUPS && g + j < groups; j++, rec += CPU_RECORD_BYTES * n, second += CPU_SECOND_BYTES * n) {
-        struct group q;
-        for (int i = 0; i < low + high; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
-        unpack(FORMAT_ARGS, chunk, j, &q);
-        add_group(halves, mins, &q, rec, second, n, nt > 4 ? 4 : nt, sum);
-        if (nt > 4) add_group(halves, mins, &q, rec + act_tile, second + act_tile, n, nt - 4, sum + 4);
-      }
+  const uint8_t *chunk = tile, *rec = act, *second = act + groups * CPU_RECORD_BYTES * n;
+  __m512 sum[DIRECT_TOKENS];
+  for (int t = 0; t < nt; t++) sum[t] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < groups; g += CPU_CHUNK_GROUPS, chunk += CPU_CHUNK_BYTES) {
+    const char *ahead = (const char *)chunk + PREFETCH_BYTES;
+    for (int i = 0; i < CPU_HEADER_BYTES; i += 64, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+    for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++, rec += CPU_RECORD_BYTES * n, second += CPU_SECOND_BYTES * n) {
+      struct group q;
+      for (int i = 0; i < low + high; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+      unpack(CPU_FORMAT_ARGS, chunk, j, &q);
+      add_group(halves, mins, &q, rec, second, n, nt > 4 ? 4 : nt, sum);
+      if (nt > 4) add_group(halves, mins, &q, rec + act_tile, second + act_tile, n, nt - 4, sum + 4);
     }
-    for (int t = 0; t < nt; t++)
-      if (t < n_tokens) _mm512_mask_storeu_ps(y + t * ldy + r, row_mask(r1 - r), sum[t]);
+  }
+  for (int t = 0; t < nt; t++)
+    if (t < n_tokens) _mm512_mask_storeu_ps(y + t * ldy, mask, sum[t]);
+}
+
+/* Rows r0..r1 for a batch of at most MOST_DIRECT tokens, up to 8 at a time over each row tile, which the caches hold meanwhile. */
+INLINE void directs(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y,
+                    int64_t ldy)
+{
+  const uint8_t *tile = w->data + (size_t)(r0 / W) * w->tile_bytes;
+  const size_t act_tile = cpu_act_tile_bytes_q8(w->k, CPU_ACT_MAX_TILE);
+  for (int64_t r = r0; r < r1; r += W, tile += w->tile_bytes) {
+    __mmask16 mask = row_mask(r1 - r);
+    if (n_tokens == 1) direct(CPU_FORMAT_ARGS, 1, 1, w, tile, act, 1, y + r, ldy, mask);
+    else if (n_tokens == 2) direct(CPU_FORMAT_ARGS, 2, 2, w, tile, act, 2, y + r, ldy, mask);
+    else
+      for (int32_t t = 0; t < n_tokens; t += 8) {
+        const uint8_t *first = act + act_tile * (size_t)(t / 4);
+        int32_t left = n_tokens - t;
+        if (left > 6) direct(CPU_FORMAT_ARGS, 4, 8, w, tile, first, left, y + t * ldy + r, ldy, mask);
+        else if (left > 4) direct(CPU_FORMAT_ARGS, 4, 6, w, tile, first, left, y + t * ldy + r, ldy, mask);
+        else direct(CPU_FORMAT_ARGS, 4, 4, w, tile, first, left, y + t * ldy + r, ldy, mask);
+      }
   }
 }
 
@@ -196,11 +200,13 @@ INLINE void direct(FORMAT_PARAMS, int nt, const struct cpu_weight *w, const uint
 /* A group in a panel: 8 vectors of bytes, then n, d and, where there are minimums, m of each half. */
 #define PANEL_BYTES(halves, mins) (512 + 64 * (halves) * (2 + (mins)))
 
-INLINE void fill_panel(FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *tile, int64_t g0, int64_t g1, uint8_t *panel)
+INLINE void fill_panel(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *tile, int64_t g0, int64_t g1, uint8_t *panel)
 {
   for (int64_t g = g0; g < g1; g++, panel += PANEL_BYTES(halves, mins)) {
     struct group q;
-    unpack(FORMAT_ARGS, tile + g / CHUNK_GROUPS * CHUNK_BYTES, (int)(g % CHUNK_GROUPS), &q);
+    const char *ahead = (const char *)tile + g * (CPU_CHUNK_BYTES / CPU_CHUNK_GROUPS) + PREFETCH_BYTES;
+    for (int i = 0; i < CPU_PLANE_BYTES + CPU_HEADER_BYTES / CPU_CHUNK_GROUPS; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
+    unpack(CPU_FORMAT_ARGS, tile + g / CPU_CHUNK_GROUPS * CPU_CHUNK_BYTES, (int)(g % CPU_CHUNK_GROUPS), &q);
     for (int v = 0; v < 8; v++) _mm512_store_si512(panel + 64 * v, q.w[v]);
     for (int h = 0; h < halves; h++) {
       _mm512_store_si512(panel + 512 + 64 * h, q.n[h]);
@@ -214,29 +220,36 @@ INLINE void fill_panel(FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t 
 INLINE void panel_tile(int halves, int mins, int nt, const uint8_t *panel, int64_t n_groups, const uint8_t *rec, const uint8_t *second,
                        size_t act_tile, __m512 *sum)
 {
-  for (int64_t g = 0; g < n_groups; g++, panel += PANEL_BYTES(halves, mins), rec += 4 * CPU_RECORD_BYTES, second += 4 * CPU_SECOND_BYTES) {
+  const uint8_t *at[3] = {rec, rec + act_tile, rec + 2 * act_tile}, *half_at[3] = {second, second + act_tile, second + 2 * act_tile};
+  for (int64_t g = 0; g < n_groups; g++, panel += PANEL_BYTES(halves, mins)) {
+    /* Three opaque pointers: else the compiler keeps dozens of sums of pointer and offset, on the stack. */
+    __asm__("" : "+r"(at[0]), "+r"(at[1]), "+r"(at[2]));
     for (int h = 0; h < halves; h++) {
       const uint8_t *extra = panel + 512 + 64 * h;
       __m512i n = _mm512_load_si512(extra), dot[PANEL_TOKENS];
-      for (int t = 0; t < nt; t++) {
-        const uint8_t *pair = halves == 1 ? rec + 144 : second + 16 * h;
-        dot[t] = _mm512_madd_epi16(n, broadcast32(pair + act_tile * (size_t)(t / 4) + 4 * (t % 4)));
-      }
+      for (int t = 0; t < nt; t++)
+        dot[t] = _mm512_madd_epi16(n, broadcast32(halves == 1 ? at[t / 4] + 144 + 4 * (t % 4) : half_at[t / 4] + 16 * h + 4 * (t % 4)));
 #pragma GCC unroll 8
       for (int v = 8 / halves * h; v < 8 / halves * (h + 1); v++) {
         __m512i u = _mm512_load_si512(panel + 64 * v);
-        for (int t = 0; t < nt; t++) dot[t] = dot4(dot[t], u, rec + act_tile * (size_t)(t / 4) + 32 * (t % 4) + 4 * v);
+        for (int t = 0; t < nt; t++) dot[t] = dot4(dot[t], u, at[t / 4] + 32 * (t % 4) + 4 * v);
       }
       __m512 d = _mm512_load_ps(extra + 64 * halves);
       for (int t = 0; t < nt; t++) {
-        __m512 s = broadcast_ps(rec + act_tile * (size_t)(t / 4) + 128 + 4 * (t % 4));
-        sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t]), _mm512_mul_ps(d, s), sum[t]);
+        __m512 scale = _mm512_mul_ps(d, broadcast_ps(at[t / 4] + 128 + 4 * (t % 4)));
+        sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t]), scale, sum[t]);
       }
       if (mins) {
         __m512 m = _mm512_load_ps(extra + 128 * halves);
-        const uint8_t *x = halves == 1 ? rec + 160 : second + 32 + 16 * h;
-        for (int t = 0; t < nt; t++) sum[t] = _mm512_fmadd_ps(m, broadcast_ps(x + act_tile * (size_t)(t / 4) + 4 * (t % 4)), sum[t]);
+        for (int t = 0; t < nt; t++) {
+          const uint8_t *x = halves == 1 ? at[t / 4] + 160 : half_at[t / 4] + 32 + 16 * h;
+          sum[t] = _mm512_fmadd_ps(m, broadcast_ps(x + 4 * (t % 4)), sum[t]);
+        }
       }
+    }
+    for (int i = 0; i < 3; i++) {
+      at[i] += 4 * CPU_RECORD_BYTES;
+      half_at[i] += 4 * CPU_SECOND_BYTES;
     }
   }
 }
@@ -271,16 +284,17 @@ PANEL_RUN(1, 1)
 PANEL_RUN(2, 0)
 PANEL_RUN(2, 1)
 
-INLINE void panels(FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y,
+INLINE void panels(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y,
                    int64_t ldy, uint8_t *scratch)
 {
   _Static_assert(PANEL_GROUPS * PANEL_BYTES(2, 1) <= CPU_MATMUL_SCRATCH_BYTES, "a panel fits the scratch");
   const uint8_t *tile = w->data + (size_t)(r0 / W) * w->tile_bytes;
   const int64_t groups = w->k / CPU_GROUP;
+  const int64_t n_panels = (groups + PANEL_GROUPS - 1) / PANEL_GROUPS, step = (groups + n_panels - 1) / n_panels;
   for (int64_t r = r0; r < r1; r += W, tile += w->tile_bytes)
-    for (int64_t g = 0; g < groups; g += PANEL_GROUPS) {
-      int64_t end = groups - g < PANEL_GROUPS ? groups : g + PANEL_GROUPS;
-      fill_panel(FORMAT_ARGS, w, tile, g, end, scratch);
+    for (int64_t g = 0; g < groups; g += step) {
+      int64_t end = groups - g < step ? groups : g + step;
+      fill_panel(CPU_FORMAT_ARGS, w, tile, g, end, scratch);
       (halves == 1 ? mins ? panel_run_11 : panel_run_10 : mins ? panel_run_21 : panel_run_20)(w, scratch, g, end, act, n_tokens, y + r, ldy,
                                                                                             row_mask(r1 - r));
     }
@@ -290,16 +304,10 @@ INLINE void panels(FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *act
   static void matmul_##name(const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y, \
                             int64_t ldy, uint8_t *scratch) \
   { \
-    switch (n_tokens) { \
-    case 1: direct(__VA_ARGS__, 1, w, act, n_tokens, r0, r1, y, ldy); break; \
-    case 2: direct(__VA_ARGS__, 2, w, act, n_tokens, r0, r1, y, ldy); break; \
-    case 3: case 4: direct(__VA_ARGS__, 4, w, act, n_tokens, r0, r1, y, ldy); break; \
-    case 5: case 6: direct(__VA_ARGS__, 6, w, act, n_tokens, r0, r1, y, ldy); break; \
-    case 7: case 8: direct(__VA_ARGS__, 8, w, act, n_tokens, r0, r1, y, ldy); break; \
-    default: panels(__VA_ARGS__, w, act, n_tokens, r0, r1, y, ldy, scratch); break; \
-    } \
+    if (n_tokens <= MOST_DIRECT) directs(__VA_ARGS__, w, act, n_tokens, r0, r1, y, ldy); \
+    else panels(__VA_ARGS__, w, act, n_tokens, r0, r1, y, ldy, scratch); \
   }
-FORMAT_MAP(FORMAT_KERNEL)
+CPU_FORMAT_MAP(FORMAT_KERNEL)
 
 static void matmul_avx512(const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y, int64_t ldy,
                           uint8_t *scratch)
@@ -307,7 +315,7 @@ static void matmul_avx512(const struct cpu_weight *w, const uint8_t *act, int32_
   switch (w->dtype) {
 #define CASE(name, ...) \
   case SITS_DTYPE_##name: matmul_##name(w, act, n_tokens, r0, r1, y, ldy, scratch); break;
-    FORMAT_MAP(CASE)
+    CPU_FORMAT_MAP(CASE)
 #undef CASE
   default: cpu_matmul_float_avx512(w, act, n_tokens, r0, r1, y, ldy); break;
   }

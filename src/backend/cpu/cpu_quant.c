@@ -6,11 +6,9 @@
 #include "tensor/dequant.h"
 
 static const struct cpu_quant_format formats[SITS_DTYPE_COUNT] = {
-    [SITS_DTYPE_Q4_0] = {true, 4, 0, 1, false, false, false, 8},   [SITS_DTYPE_Q4_1] = {true, 4, 0, 1, true, false, false, 0},
-    [SITS_DTYPE_Q5_0] = {true, 4, 1, 1, false, false, false, 16},  [SITS_DTYPE_Q5_1] = {true, 4, 1, 1, true, false, false, 0},
-    [SITS_DTYPE_Q8_0] = {true, 8, 0, 1, false, false, false, 128}, [SITS_DTYPE_Q2_K] = {true, 2, 0, 2, true, true, true, 0},
-    [SITS_DTYPE_Q3_K] = {true, 2, 1, 2, false, true, false, 4},    [SITS_DTYPE_Q4_K] = {true, 4, 0, 1, true, true, false, 0},
-    [SITS_DTYPE_Q5_K] = {true, 4, 1, 1, true, true, false, 0},     [SITS_DTYPE_Q6_K] = {true, 4, 2, 2, false, true, false, 32},
+#define ROW(name, ...) [SITS_DTYPE_##name] = {true, __VA_ARGS__},
+    CPU_FORMAT_MAP(ROW)
+#undef ROW
 };
 
 const struct cpu_quant_format *cpu_quant_format(enum sits_dtype dtype) { return formats[dtype].is_quantised ? &formats[dtype] : NULL; }

@@ -47,15 +47,28 @@
 #define CPU_RECORD_BYTES 44           /* of a token and group */
 #define CPU_SECOND_BYTES 16
 #define CPU_ACT_MAX_TILE 4
+#define CPU_MIN_RANGE 1e-30F          /* a group with a smaller range counts as zero: 254 / range must stay finite */
 
-/* How a quantised dtype is laid out and what its integers mean. */
-struct cpu_quant_format {
+/* The quantised types: what their integers mean and how they are laid out. X(NAME, bits of u: low plane, high plane; halves: scales per
+ * 32 k, 1 or 2; mins: has minimums; super: 256-block with integer scales under f16 ones; nibble: scale and minimum in one byte; offset) */
+#define CPU_FORMAT_MAP(X) \
+  X(Q4_0, 4, 0, 1, 0, 0, 0, 8)   X(Q4_1, 4, 0, 1, 1, 0, 0, 0)  X(Q5_0, 4, 1, 1, 0, 0, 0, 16) X(Q5_1, 4, 1, 1, 1, 0, 0, 0) \
+  X(Q8_0, 8, 0, 1, 0, 0, 0, 128) X(Q2_K, 2, 0, 2, 1, 1, 1, 0)  X(Q3_K, 2, 1, 2, 0, 1, 0, 4)  X(Q4_K, 4, 0, 1, 1, 1, 0, 0) \
+  X(Q5_K, 4, 1, 1, 1, 1, 0, 0)   X(Q6_K, 4, 2, 2, 0, 1, 0, 32)
+
+/* Kernels take a row of the map as constant arguments, so that each type has its own straight code. W: rows of the level's tile. */
+#define CPU_FORMAT_PARAMS int low, int high, int halves, int mins, int super, int nibble, int offset
+#define CPU_FORMAT_ARGS low, high, halves, mins, super, nibble, offset
+#define CPU_CHUNK_GROUPS (super ? 8 : mins ? 1 : 2)
+#define CPU_HALF_BYTES (W * (mins && !nibble ? 2 : 1))             /* integer scales of a half group */
+#define CPU_HEADER_BYTES (super ? (2 * W * (1 + mins) + 8 * halves * CPU_HALF_BYTES + 4 * W - 1) / (4 * W) * 4 * W : 4 * W)
+#define CPU_PLANE_BYTES (4 * W * (low + high))
+#define CPU_CHUNK_BYTES (CPU_HEADER_BYTES + CPU_CHUNK_GROUPS * CPU_PLANE_BYTES)
+
+struct cpu_quant_format {             /* a row of the map */
   bool is_quantised;                  /* false: no such weight */
-  uint8_t low_bits, high_bits;        /* of u */
-  uint8_t halves;                     /* scales per 32 k: 1 or 2 */
-  bool has_min;
-  bool is_super;                      /* 256-block with integer scales under f16 ones */
-  bool is_nibble_scale;               /* Q2_K: scale and minimum in one byte */
+  uint8_t low_bits, high_bits, halves;
+  bool has_min, is_super, is_nibble_scale;
   int32_t offset;
 };
 

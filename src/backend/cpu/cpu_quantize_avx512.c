@@ -5,10 +5,10 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #include <math.h>
+#include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define BATCH 16                     /* groups */
-#define MIN_RANGE 1e-30F             /* as in cpu_matmul.c */
 
 INLINE __m512 larger(int is_max, __m512 a, __m512 b) { return is_max ? _mm512_max_ps(a, b) : _mm512_min_ps(a, b); }
 
@@ -29,78 +29,108 @@ INLINE __m512 reduce16(int is_max, const __m512 *in)
   return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), mixed);
 }
 
-struct batch { float s[BATCH], inv[BATCH]; int32_t z[BATCH]; };
+/* Of 16 groups: step, inverse step, zero point. Lanes of groups past n are zero. */
+struct batch { __m512 s, inv; __m512i z; };
 
-/* Step, its inverse and zero point of n <= 16 groups. */
-INLINE void plan_batch(const float *x, int n, struct batch *out)
+INLINE struct batch plan_batch(const float *x, int n)
 {
-  __m512 lows[BATCH], highs[BATCH], zero = _mm512_setzero_ps();
+  __m512 lows[BATCH], highs[BATCH], zero = _mm512_setzero_ps(), full = _mm512_set1_ps(254.0F);
   __mmask16 bad = 0;
+#pragma GCC unroll 16
   for (int g = 0; g < BATCH; g++) {
-    if (g >= n) {
-      lows[g] = highs[g] = zero;
-      continue;
-    }
+    lows[g] = highs[g] = zero;
+    if (g >= n) continue;
     __m512 a = _mm512_loadu_ps(x + 32 * g), b = _mm512_loadu_ps(x + 32 * g + 16);
     lows[g] = _mm512_min_ps(_mm512_min_ps(a, b), zero);
     highs[g] = _mm512_max_ps(_mm512_max_ps(a, b), zero);
-    if (_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) bad |= (__mmask16)(1U << g);
+    bad |= (__mmask16)((unsigned)(_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0) << g);
   }
-  __m512 lo = reduce16(0, lows), hi = reduce16(1, highs), range = _mm512_sub_ps(hi, lo), full = _mm512_set1_ps(254.0F);
+  __m512 lo = reduce16(0, lows), hi = reduce16(1, highs), range = _mm512_sub_ps(hi, lo);
   /* Not finite: NaN was seen, or the range is infinite or NaN. */
   bad |= _mm512_cmp_ps_mask(range, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
-  __mmask16 used = (__mmask16)(_mm512_cmp_ps_mask(range, _mm512_set1_ps(MIN_RANGE), _CMP_GE_OQ) & ~bad);
-  __m512 inv = _mm512_maskz_div_ps(used, full, range), s = _mm512_maskz_div_ps(used, range, full);
-  __m512 middle = _mm512_mul_ps(_mm512_mul_ps(_mm512_add_ps(hi, lo), _mm512_set1_ps(0.5F)), inv);
-  __m512i z = _mm512_maskz_cvtps_epi32(used, middle);
-  z = _mm512_max_epi32(_mm512_min_epi32(z, _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
-  _mm512_storeu_ps(out->s, _mm512_mask_mov_ps(s, bad, _mm512_set1_ps(NAN)));
-  _mm512_storeu_ps(out->inv, inv);
-  _mm512_storeu_si512(out->z, z);
+  __mmask16 used = (__mmask16)(_mm512_cmp_ps_mask(range, _mm512_set1_ps(CPU_MIN_RANGE), _CMP_GE_OQ) & ~bad);
+  struct batch out = {.s = _mm512_maskz_div_ps(used, range, full), .inv = _mm512_maskz_div_ps(used, full, range)};
+  __m512 middle = _mm512_mul_ps(_mm512_mul_ps(_mm512_add_ps(hi, lo), _mm512_set1_ps(0.5F)), out.inv);
+  out.z = _mm512_maskz_cvtps_epi32(used, middle);
+  out.z = _mm512_max_epi32(_mm512_min_epi32(out.z, _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
+  out.s = _mm512_mask_mov_ps(out.s, bad, _mm512_set1_ps(NAN));
+  return out;
 }
 
 /* x * inv - z rounded and clamped; inv 0 gives zeros whatever x is. */
-INLINE __m128i quantize16(const float *x, float inv, int32_t z)
+INLINE __m128i quantize16(const float *x, __mmask16 used, __m512 inv, __m512i z)
 {
-  __mmask16 used = inv > 0.0F ? 0xffff : 0;
-  __m512i q = _mm512_maskz_cvtps_epi32(used, _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inv)));
-  q = _mm512_maskz_sub_epi32(used, q, _mm512_set1_epi32(z));
-  return _mm_max_epi8(_mm512_cvtsepi32_epi8(q), _mm_set1_epi8(-127));
+  __m512i q = _mm512_maskz_cvtps_epi32(used, _mm512_mul_ps(_mm512_loadu_ps(x), inv));
+  return _mm_max_epi8(_mm512_cvtsepi32_epi8(_mm512_maskz_sub_epi32(used, q, z)), _mm_set1_epi8(-127));
 }
 
-INLINE int32_t sum16(__m128i a)
+/* What each of 16 groups stores beside its integers, arrays by field. */
+struct fields { int32_t s[BATCH], pair[BATCH], x[BATCH], pair_half[2][BATCH], x_half[2][BATCH]; };
+
+INLINE __m512i make_pair(__m512i z, __m512i b)
 {
-  __m128i sad = _mm_sad_epu8(_mm_xor_si128(a, _mm_set1_epi8(-128)), _mm_setzero_si128());
-  return _mm_cvtsi128_si32(sad) + _mm_extract_epi16(sad, 4) - 16 * 128;
+  __m512i minus = _mm512_sub_epi32(_mm512_setzero_si512(), b);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, z, _mm512_slli_epi32(minus, 16));
+}
+
+INLINE void make_fields(struct batch b, const int32_t sums[2][BATCH], struct fields *out)
+{
+  __m512i half[2];
+  for (int h = 0; h < 2; h++) {
+    /* sums are of a + 128 over 16 elements; b of the half is that of a + z. */
+    __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(sums[h]), _mm512_set1_epi32(16 * 128));
+    half[h] = _mm512_add_epi32(sum, _mm512_slli_epi32(b.z, 4));
+    _mm512_storeu_si512(out->pair_half[h], make_pair(b.z, half[h]));
+    _mm512_storeu_ps(out->x_half[h], _mm512_mul_ps(b.s, _mm512_cvtepi32_ps(half[h])));
+  }
+  __m512i both = _mm512_add_epi32(half[0], half[1]);
+  _mm512_storeu_ps(out->s, b.s);
+  _mm512_storeu_si512(out->pair, make_pair(b.z, both));
+  _mm512_storeu_ps(out->x, _mm512_mul_ps(b.s, _mm512_cvtepi32_ps(both)));
+}
+
+/* n <= 16 groups of one token; tile: tokens of an act tile; a: the token's integers in the first group; rec, second: the first records,
+ * moved to the token's place in their arrays of 32 bits. */
+INLINE void quantize_batch(const float *x, int n, size_t tile, uint8_t *a, uint8_t *rec, uint8_t *second)
+{
+  struct batch b = plan_batch(x, n);
+  float inv[BATCH];
+  int32_t z[BATCH], sums[2][BATCH] = {{0}};
+  struct fields f;
+  _mm512_storeu_ps(inv, b.inv);
+  _mm512_storeu_si512(z, b.z);
+  for (int g = 0; g < n; g++) {
+    __mmask16 used = inv[g] > 0.0F ? 0xffff : 0;
+    __m512 i = _mm512_set1_ps(inv[g]);
+    __m512i zero_point = _mm512_set1_epi32(z[g]);
+    __m256i q = _mm256_setr_m128i(quantize16(x + 32 * g, used, i, zero_point), quantize16(x + 32 * g + 16, used, i, zero_point));
+    __m256i sad = _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+    sad = _mm256_add_epi64(sad, _mm256_shuffle_epi32(sad, 0x4e));
+    sums[0][g] = _mm_cvtsi128_si32(_mm256_castsi256_si128(sad));
+    sums[1][g] = _mm_cvtsi128_si32(_mm256_extracti128_si256(sad, 1));
+    _mm256_storeu_si256((__m256i *)(a + (size_t)g * CPU_RECORD_BYTES * tile), q);
+  }
+  make_fields(b, (const int32_t(*)[BATCH])sums, &f);
+  for (int g = 0; g < n; g++, rec += CPU_RECORD_BYTES * tile, second += CPU_SECOND_BYTES * tile) {
+    memcpy(rec + 32 * tile, &f.s[g], 4);
+    memcpy(rec + 36 * tile, &f.pair[g], 4);
+    memcpy(rec + 40 * tile, &f.x[g], 4);
+    memcpy(second, &f.pair_half[0][g], 4);
+    memcpy(second + 4 * tile, &f.pair_half[1][g], 4);
+    memcpy(second + 8 * tile, &f.x_half[0][g], 4);
+    memcpy(second + 12 * tile, &f.x_half[1][g], 4);
+  }
 }
 
 void cpu_quantize_avx512(const float *x, int64_t k, int32_t token, int32_t n_tokens, uint8_t *act)
 {
-  const int64_t groups = k / CPU_GROUP;
-  for (int64_t g0 = 0; g0 < groups; g0 += BATCH) {
-    int n = groups - g0 < BATCH ? (int)(groups - g0) : BATCH;
-    struct batch b = {{0}};
-    if (x) plan_batch(x + g0 * CPU_GROUP, n, &b);
-    for (int g = 0; g < n; g++) {
-      struct cpu_act_ref at = cpu_act_at(act, k, n_tokens, token, g0 + g);
-      __m128i half[2] = {_mm_setzero_si128(), _mm_setzero_si128()};
-      int32_t sum[2] = {0};
-      for (int h = 0; x && h < 2; h++) {
-        half[h] = quantize16(x + (g0 + g) * CPU_GROUP + 16 * h, b.inv[g], b.z[g]);
-        sum[h] = sum16(half[h]) + 16 * b.z[g];
-      }
-      _mm_storeu_si128((__m128i *)at.a, half[0]);
-      _mm_storeu_si128((__m128i *)(at.a + 16), half[1]);
-      *at.s = b.s[g];
-      at.pair[0] = (int16_t)b.z[g];
-      at.pair[1] = (int16_t)-(sum[0] + sum[1]);
-      *at.x = b.s[g] * (float)(sum[0] + sum[1]);
-      for (int h = 0; h < 2; h++) {
-        at.pair_half[h][0] = (int16_t)b.z[g];
-        at.pair_half[h][1] = (int16_t)-sum[h];
-        *at.x_half[h] = b.s[g] * (float)sum[h];
-      }
-    }
+  const size_t tile = (size_t)cpu_act_tile(n_tokens), groups = (size_t)k / CPU_GROUP, lane = (size_t)token % tile;
+  uint8_t *rec = act + cpu_act_tile_bytes_q8(k, (int32_t)tile) * ((size_t)token / tile), *second = rec + groups * CPU_RECORD_BYTES * tile;
+  for (size_t g = 0; g < groups; g += BATCH) {
+    int n = groups - g < BATCH ? (int)(groups - g) : BATCH;
+    static const float zeros[BATCH * CPU_GROUP];
+    uint8_t *r = rec + g * CPU_RECORD_BYTES * tile, *s = second + g * CPU_SECOND_BYTES * tile + 4 * lane;
+    quantize_batch(x ? x + g * CPU_GROUP : zeros, n, tile, r + CPU_GROUP * lane, r + 4 * lane, s);
   }
 }
 #endif

@@ -199,6 +199,40 @@ static void test_scalar(void **state) { check_level(CPU_SCALAR); }
 static void test_avx2(void **state) { check_level(CPU_AVX2); }
 static void test_avx512(void **state) { check_level(CPU_AVX512); }
 
+/* The largest integers on both sides, where 16-bit partial sums would overflow if a kernel let them. */
+static void test_extreme_integers(void **state)
+{
+  static const uint8_t fills[] = {0xff, 0x80, 0x7f, 0x00};
+  for (int isa = CPU_SCALAR; isa <= (int)cpu_isa_best(); isa++)
+    for (size_t i = 0; i < N_TYPES; i++)
+      for (size_t f = 0; f < sizeof fills && !is_float(types[i]); f++) {
+        int64_t k = 256, rows = 17, n = 9;
+        struct weight_data data = make_weight(types[i], rows, k);
+        struct cpu_weight *w = NULL;
+        float x[9 * 256], y[9 * 17];
+        double exact[9 * 17], size[9 * 17];
+        int block_bytes = sits_dtype_info(types[i])->block_bytes;
+        int first = types[i] == SITS_DTYPE_Q4_1 || types[i] == SITS_DTYPE_Q5_1 ? 4 : 2;
+        for (size_t b = 0; b < data.utd.n_bytes && block_bytes < 80; b++)
+          if ((int)(b % (size_t)block_bytes) >= first) data.bytes[b] = fills[f];
+        for (size_t b = 0; b < data.utd.n_bytes && block_bytes >= 80; b++) { /* K types: quants only, the rest lies at known places */
+          int at = (int)(b % (size_t)block_bytes);
+          bool is_quant = types[i] == SITS_DTYPE_Q6_K ? at < 192 : types[i] == SITS_DTYPE_Q3_K ? at < 96 : at >= 16 && at < 80;
+          if (is_quant) data.bytes[b] = fills[f];
+        }
+        for (int64_t t = 0; t < n; t++)
+          for (int64_t j = 0; j < k; j++) x[t * k + j] = t % 3 == 0 ? 1.0F : t % 3 == 1 ? -1.0F : j % 64 < 32 ? 1.0F : -1.0F;
+        assert_int_equal(cpu_weight_create(&data.utd, (enum cpu_isa)isa, &w, NULL), SITS_OK);
+        multiply(w, x, k, (int32_t)n, 0, y, rows);
+        ref_linear(&data.utd, x, k, (int32_t)n, exact, size, rows);
+        for (int64_t j = 0; j < n * rows; j++) assert_true(fabs((double)y[j] - exact[j]) <= 4e-6 * size[j]);
+        multiply(w, x, k, 1, 0, y, rows);
+        for (int64_t j = 0; j < rows; j++) assert_true(fabs((double)y[j] - exact[j]) <= 4e-6 * size[j]);
+        cpu_weight_destroy(w);
+        mem_free(data.bytes);
+      }
+}
+
 static void test_rows_are_exact(void **state)
 {
   for (int isa = CPU_SCALAR; isa <= (int)cpu_isa_best(); isa++)
@@ -342,9 +376,10 @@ static void test_allocation_failures(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_scalar),          cmocka_unit_test(test_avx2),       cmocka_unit_test(test_avx512),
-      cmocka_unit_test(test_rows_are_exact),  cmocka_unit_test(test_pack_in_pieces), cmocka_unit_test(test_not_finite),
-      cmocka_unit_test(test_extreme_ranges),  cmocka_unit_test(test_refusals),   cmocka_unit_test(test_allocation_failures),
+      cmocka_unit_test(test_scalar),           cmocka_unit_test(test_avx2),           cmocka_unit_test(test_avx512),
+      cmocka_unit_test(test_extreme_integers), cmocka_unit_test(test_rows_are_exact), cmocka_unit_test(test_pack_in_pieces),
+      cmocka_unit_test(test_not_finite),       cmocka_unit_test(test_extreme_ranges), cmocka_unit_test(test_refusals),
+      cmocka_unit_test(test_allocation_failures),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
