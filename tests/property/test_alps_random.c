@@ -1,0 +1,328 @@
+/* Random operations on the planner against a small model that keeps each entry's counts and the pages they need. After each plan: nothing
+ * is planned twice, no limit is passed, pages suffice, every running sequence that may decode does; a twin fed with the same calls plans
+ * the same; and everything that is not removed finishes. SITS_PROPERTY_OPS and SITS_PROPERTY_SEED change the run. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "alps/alps.h"
+#include "base/mem.h"
+
+enum { N_ENTRIES = 48, MAX_SEQS = 8, MAX_TOKENS = 96, MAX_ROWS = 24, N_PAGES = 40, P = 64 };
+
+struct entry {
+  bool is_used, is_running, is_held, wants_rows;
+  int32_t n_prompt, n_known, n_limit, n_computed, n_pages, width, service_class;
+  int64_t born;
+};
+
+struct world {
+  struct alps *alps, *twin;
+  uint64_t random;
+  struct entry entries[N_ENTRIES];
+  int32_t n_pages_free;
+  int64_t now_us;
+  int64_t n_preempted, n_finished, n_planned, oldest_us;
+  bool is_twin_turn;
+};
+
+static uint32_t draw(struct world *w, uint32_t n)
+{
+  w->random = w->random * 6364136223846793005u + 1442695040888963407u;
+  return (uint32_t)((w->random >> 33) % n);
+}
+
+static int32_t pages_for(int32_t n)
+{
+  return (n + P - 1) / P;
+}
+
+static int32_t free_id(const struct world *w)
+{
+  for (int32_t i = 0; i < N_ENTRIES; i++) {
+    if (!w->entries[i].is_used) return i;
+  }
+  return -1;
+}
+
+static int32_t n_free_ids(const struct world *w)
+{
+  int32_t n = 0;
+  for (int32_t i = 0; i < N_ENTRIES; i++) n += !w->entries[i].is_used;
+  return n;
+}
+
+static int32_t n_promised(const struct world *w)
+{
+  int32_t n = 0;
+  for (int32_t i = 0; i < N_ENTRIES; i++) n += w->entries[i].is_used ? w->entries[i].width - 1 : 0;
+  return n;
+}
+
+static void do_enqueue(struct world *w)
+{
+  int32_t id = free_id(w), width = draw(w, 6) ? 1 : 1 + (int32_t)draw(w, 4);
+  if (id < 0 || n_free_ids(w) - n_promised(w) < width) return;
+  struct entry *e = &w->entries[id];
+  *e = (struct entry){.is_used = true, .n_prompt = 1 + (int32_t)draw(w, draw(w, 4) ? 60 : 900), .width = width, .wants_rows = draw(w, 8) == 0,
+                      .service_class = (int32_t)draw(w, ALPS_CLASSES), .born = w->now_us};
+  e->n_known = e->n_prompt;
+  e->n_limit = e->n_prompt + 1 + (int32_t)draw(w, 120);
+  struct alps_request request = {.service_class = e->service_class, .priority = (int32_t)draw(w, 3) - 1, .tenant = draw(w, 4),
+                                 .arrival_us = w->now_us, .n_known = e->n_prompt, .n_limit = e->n_limit, .width = width,
+                                 .wants_rows = e->wants_rows};
+  alps_enqueue(w->alps, id, &request);
+  alps_enqueue(w->twin, id, &request);
+}
+
+static void drop_pages(struct world *w, struct entry *e)
+{
+  w->n_pages_free += e->n_pages;
+  e->n_pages = 0;
+}
+
+static void do_remove(struct world *w, int32_t id)
+{
+  struct entry *e = &w->entries[id];
+  if (!e->is_used) return;
+  drop_pages(w, e);
+  *e = (struct entry){0};
+  alps_remove(w->alps, id);
+  alps_remove(w->twin, id);
+}
+
+static void admit(void *user, int32_t id, struct alps_admitted *out)
+{
+  struct world *w = user;
+  struct entry *e = &w->entries[id];
+  if (!w->is_twin_turn) {
+    assert_true(e->is_used && !e->is_running);
+    e->is_running = true;
+    e->n_computed = e->n_pages = 0;
+  }
+  *out = (struct alps_admitted){.n_computed = 0, .n_pages = 0, .n_available = w->n_pages_free};
+}
+
+static void check_plan(struct world *w, const struct alps_plan *plan)
+{
+  int32_t n_tokens = 0, n_rows = 0, n_need = 0, n_planned_of[N_ENTRIES] = {0};
+  assert_in_range(plan->n_items, 0, MAX_SEQS);
+  for (int32_t i = 0; i < plan->n_items; i++) {
+    const struct alps_item *item = &plan->items[i];
+    const struct entry *e = &w->entries[item->id];
+    assert_true(e->is_running && !e->is_held);
+    assert_int_equal(n_planned_of[item->id]++, 0);
+    assert_in_range(item->n_tokens, 1, e->n_known - e->n_computed);
+    assert_int_equal(item->is_last, e->n_computed + item->n_tokens == e->n_known);
+    n_tokens += item->n_tokens;
+    n_rows += e->wants_rows && e->n_known == e->n_prompt ? item->n_tokens : item->is_last;
+    n_need += pages_for(e->n_computed + item->n_tokens) - e->n_pages;
+  }
+  assert_int_equal(n_tokens, plan->n_tokens);
+  assert_in_range(n_tokens, 0, MAX_TOKENS);
+  assert_in_range(n_rows, 0, MAX_ROWS);
+  assert_in_range(n_need, 0, w->n_pages_free);
+  int32_t highest = ALPS_CLASSES, n_running = 0;
+  for (int32_t i = 0; i < N_ENTRIES; i++) {
+    const struct entry *e = &w->entries[i];
+    n_running += e->is_running ? e->width : 0;
+    if (e->is_used && !e->is_held && (!e->is_running || e->n_known - e->n_computed > 1 || e->n_known == e->n_prompt) &&
+        e->service_class < highest) {
+      highest = e->service_class;
+    }
+  }
+  assert_in_range(n_running, 0, MAX_SEQS); /* forks have their slots */
+  for (int32_t i = 0; i < N_ENTRIES; i++) {
+    const struct entry *e = &w->entries[i];
+    bool decodes = e->is_running && !e->is_held && e->n_known - e->n_computed == 1 && e->n_known > e->n_prompt;
+    if (decodes && e->service_class <= highest) assert_int_equal(n_planned_of[i], 1);
+  }
+}
+
+static void update(struct world *w, int32_t id)
+{
+  const struct entry *e = &w->entries[id];
+  alps_update(w->alps, id, e->n_known, e->n_computed, e->n_pages, 0);
+  alps_update(w->twin, id, e->n_known, e->n_computed, e->n_pages, 0);
+}
+
+static void fork_all(struct world *w, int32_t id)
+{
+  while (w->entries[id].width > 1) {
+    int32_t twin = free_id(w);
+    assert_true(twin >= 0);
+    w->entries[id].width--;
+    w->entries[twin] = w->entries[id];
+    w->entries[twin].width = 1;
+    w->entries[twin].n_pages = 0; /* this model copies nothing: its pages are all shared, and counted with the first */
+    alps_fork(w->alps, id, twin);
+    alps_fork(w->twin, id, twin);
+    w->entries[twin].n_computed = 0; /* so it reads the prompt again in pages of its own */
+    update(w, twin);
+  }
+}
+
+static void execute(struct world *w, const struct alps_plan *plan)
+{
+  struct alps_item items[MAX_SEQS];
+  memcpy(items, plan->items, (size_t)plan->n_items * sizeof *items);
+  for (int32_t i = 0; i < plan->n_items; i++) {
+    struct entry *e = &w->entries[items[i].id];
+    e->n_computed += items[i].n_tokens;
+    w->n_pages_free -= pages_for(e->n_computed) - e->n_pages;
+    e->n_pages = pages_for(e->n_computed);
+    if (e->n_computed < e->n_known) {
+      update(w, items[i].id);
+      continue;
+    }
+    fork_all(w, items[i].id);
+    e->n_known++;
+    if (e->n_known > e->n_limit || draw(w, 60) == 0) {
+      w->n_finished++;
+      if (w->now_us - e->born > w->oldest_us) w->oldest_us = w->now_us - e->born;
+      do_remove(w, items[i].id);
+    } else {
+      update(w, items[i].id);
+    }
+  }
+}
+
+static void do_step(struct world *w)
+{
+  struct alps_plan plan, twin;
+  enum sits_status status;
+  for (;;) {
+    w->is_twin_turn = false;
+    status = alps_plan(w->alps, w->now_us, w->n_pages_free, admit, w, &plan);
+    w->is_twin_turn = true;
+    assert_int_equal(alps_plan(w->twin, w->now_us, w->n_pages_free, admit, w, &twin), status);
+    assert_int_equal(plan.n_victims, twin.n_victims);
+    if (status != SITS_AGAIN) break;
+    for (int32_t i = 0; i < plan.n_victims; i++) {
+      struct entry *e = &w->entries[plan.victims[i]];
+      assert_int_equal(plan.victims[i], twin.victims[i]);
+      assert_true(e->is_running);
+      e->is_running = e->is_held = false;
+      e->n_computed = 0;
+      drop_pages(w, e);
+      w->n_preempted++;
+      alps_requeue(w->alps, plan.victims[i], e->n_known);
+      alps_requeue(w->twin, plan.victims[i], e->n_known);
+    }
+  }
+  assert_int_equal(plan.n_items, twin.n_items);
+  assert_memory_equal(plan.items, twin.items, (size_t)plan.n_items * sizeof *plan.items);
+  check_plan(w, &plan);
+  int64_t step_us = 500 + 40 * plan.n_tokens + draw(w, 200);
+  w->now_us += step_us;
+  w->n_planned += plan.n_items;
+  execute(w, &plan);
+  alps_report(w->alps, &plan, step_us);
+  alps_report(w->twin, &twin, step_us);
+}
+
+static void one_operation(struct world *w)
+{
+  uint32_t what = draw(w, 100), id = draw(w, N_ENTRIES);
+  if (what < 25) {
+    do_enqueue(w);
+  } else if (what < 27) {
+    if (w->entries[id].width <= 1) do_remove(w, (int32_t)id);
+  } else if (what < 30) {
+    struct entry *e = &w->entries[id];
+    if (!e->is_used || !e->is_running) return;
+    e->is_held = !e->is_held;
+    alps_hold(w->alps, (int32_t)id, e->is_held);
+    alps_hold(w->twin, (int32_t)id, e->is_held);
+  } else {
+    do_step(w);
+  }
+}
+
+static void release_holds(struct world *w)
+{
+  for (int32_t i = 0; i < N_ENTRIES; i++) {
+    if (!w->entries[i].is_held) continue;
+    w->entries[i].is_held = false;
+    alps_hold(w->alps, i, false);
+    alps_hold(w->twin, i, false);
+  }
+}
+
+static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, bool with_faults)
+{
+  static struct world the_world;
+  struct world *w = &the_world;
+  struct alps_options options = {.max_entries = N_ENTRIES, .max_seqs = MAX_SEQS, .max_batch_tokens = MAX_TOKENS, .max_rows = MAX_ROWS,
+                                 .page_tokens = P, .n_pages = N_PAGES, .itl_target_us = itl_target_us};
+  memset(w, 0, sizeof *w);
+  w->random = seed;
+  w->n_pages_free = N_PAGES;
+  assert_int_equal(alps_create(&options, &w->alps), SITS_OK);
+  assert_int_equal(alps_create(&options, &w->twin), SITS_OK);
+  for (int64_t i = 0; i < n_operations; i++) {
+    if (with_faults) mem_fault_arm(1);
+    one_operation(w);
+    alps_check(w->alps);
+    if (with_faults) {
+      assert_false(mem_fault_fired()); /* it asked for no memory */
+      mem_fault_arm(0);
+    }
+  }
+  release_holds(w);
+  for (int i = 0; i < 20000 && n_free_ids(w) < N_ENTRIES; i++) do_step(w);
+  assert_int_equal(n_free_ids(w), N_ENTRIES); /* nothing starves */
+  assert_int_equal(w->n_pages_free, N_PAGES);
+  assert_true(w->n_preempted > 0);
+  assert_true(w->n_finished > 100);
+  alps_destroy(w->alps);
+  alps_destroy(w->twin);
+}
+
+static int64_t setting(const char *name, int64_t fallback)
+{
+  const char *text = getenv(name);
+  return text ? strtoll(text, NULL, 10) : fallback;
+}
+
+static void test_million(void **state)
+{
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1), setting("SITS_PROPERTY_OPS", 1000000) / 2, 0, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 5, setting("SITS_PROPERTY_OPS", 1000000) / 2, 4000, false);
+}
+
+static void test_without_memory(void **state)
+{
+  run(3, setting("SITS_PROPERTY_OPS", 1000000) / 10, 4000, true);
+}
+
+static void test_creation_survives_no_memory(void **state)
+{
+  struct alps_options options = {.max_entries = 8, .max_seqs = 4, .max_batch_tokens = 64, .n_pages = 8};
+  for (uint64_t n = 1; n < 100; n++) {
+    struct alps *alps = NULL;
+    mem_fault_arm(n);
+    enum sits_status status = alps_create(&options, &alps);
+    mem_fault_arm(0);
+    if (status == SITS_OK) {
+      assert_true(n > 5);
+      alps_destroy(alps);
+      break;
+    }
+    assert_int_equal(status, SITS_NOMEM);
+    assert_null(alps);
+  }
+  assert_int_equal(mem_live_blocks(), 0);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_million), cmocka_unit_test(test_without_memory), cmocka_unit_test(test_creation_survives_no_memory)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
