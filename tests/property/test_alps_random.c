@@ -69,8 +69,8 @@ static void do_enqueue(struct world *w)
   int32_t id = free_id(w), width = draw(w, 6) ? 1 : 1 + (int32_t)draw(w, 4);
   if (id < 0 || n_free_ids(w) - n_promised(w) < width) return;
   struct entry *e = &w->entries[id];
-  *e = (struct entry){.is_used = true, .n_prompt = 1 + (int32_t)draw(w, draw(w, 4) ? 60 : 900), .width = width, .wants_rows = draw(w, 8) == 0,
-                      .service_class = (int32_t)draw(w, ALPS_CLASSES), .born = w->now_us};
+  *e = (struct entry){.is_used = true, .n_prompt = 1 + (int32_t)draw(w, draw(w, 4) ? 60 : 900), .width = width,
+                      .wants_rows = draw(w, 8) == 0, .service_class = (int32_t)draw(w, ALPS_CLASSES), .born = w->now_us};
   e->n_known = e->n_prompt;
   e->n_limit = e->n_prompt + 1 + (int32_t)draw(w, 120);
   struct alps_request request = {.service_class = e->service_class, .priority = (int32_t)draw(w, 3) - 1, .tenant = draw(w, 4),

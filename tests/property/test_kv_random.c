@@ -179,7 +179,8 @@ static void run(uint64_t seed, int64_t n_operations, bool with_faults)
 {
   static struct world the_world;
   struct world *w = &the_world;
-  struct kv_options options = {.n_pages = N_PAGES, .n_slots = N_SLOTS, .max_pages = MAX_PAGES, .n_host_pages = N_HOST, .prefix_caching = true};
+  struct kv_options options = {.n_pages = N_PAGES, .n_slots = N_SLOTS, .max_pages = MAX_PAGES, .n_host_pages = N_HOST,
+                               .prefix_caching = true};
   memset(w, 0, sizeof *w);
   w->random = seed;
   assert_int_equal(kv_create(&options, &w->kv), SITS_OK);
