@@ -135,6 +135,19 @@ static void stop_running(struct alps *alps, int32_t id)
   alps->n_unborn -= e->request.width - 1;
 }
 
+/* A held entry that waits is in no queue, so that it blocks nobody; its tenant must not forget it. */
+static void park(struct alps *alps, int32_t id)
+{
+  alps->tenants[alps->entries[id].tenant].n_parked++;
+  alps->n_parked++;
+}
+
+static void unpark(struct alps *alps, int32_t id)
+{
+  alps->tenants[alps->entries[id].tenant].n_parked--;
+  alps->n_parked--;
+}
+
 void alps_requeue(struct alps *alps, int32_t id, int32_t n_known)
 {
   struct alps_entry *e = &alps->entries[id];
@@ -142,10 +155,10 @@ void alps_requeue(struct alps *alps, int32_t id, int32_t n_known)
   stop_running(alps, id);
   e->state = ALPS_WAITING;
   e->was_preempted = true;
-  e->is_held = false;
   e->request.n_known = n_known;
   e->n_computed = e->n_pages = e->copy_pages = e->n_draft = 0;
-  alps_queue_add(alps, id);
+  if (e->is_held) park(alps, id);
+  else alps_queue_add(alps, id);
 }
 
 void alps_fork(struct alps *alps, int32_t from, int32_t id)
@@ -173,10 +186,13 @@ void alps_remove(struct alps *alps, int32_t id)
 {
   struct alps_entry *e = &alps->entries[id];
   if (e->state == ALPS_FREE) return;
-  if (e->state == ALPS_WAITING) alps_queue_remove(alps, id);
-  else stop_running(alps, id);
-  int32_t n_output = e->request.n_known - e->n_prompt;
-  if (n_output > 0) alps->output_mean += (alps->output_mean > 0 ? 0.02 : 1) * (n_output - alps->output_mean);
+  if (e->state == ALPS_RUNNING && e->n_computed + 1 >= e->n_prompt) { /* it drew: the last token is not in n_known any more */
+    int32_t n_output = e->request.n_known - e->n_prompt + 1;
+    alps->output_mean += (alps->output_mean > 0 ? 0.02 : 1) * (n_output - alps->output_mean);
+  }
+  if (e->state == ALPS_RUNNING) stop_running(alps, id);
+  else if (e->is_held) unpark(alps, id);
+  else alps_queue_remove(alps, id);
   alps_tenant_release(alps, e->tenant);
   e->state = ALPS_FREE;
 }
@@ -198,7 +214,17 @@ void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_compu
 
 void alps_hold(struct alps *alps, int32_t id, bool is_held)
 {
-  alps->entries[id].is_held = is_held;
+  struct alps_entry *e = &alps->entries[id];
+  if (e->is_held == is_held) return;
+  e->is_held = is_held;
+  if (e->state != ALPS_WAITING) return;
+  if (is_held) {
+    alps_queue_remove(alps, id);
+    park(alps, id);
+  } else {
+    unpark(alps, id);
+    alps_queue_add(alps, id);
+  }
 }
 
 void alps_offer(struct alps *alps, int32_t id, int32_t n_draft)
@@ -232,7 +258,7 @@ void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_u
 
 void alps_counts(const struct alps *alps, struct alps_counts *out)
 {
-  *out = (struct alps_counts){.n_running = alps->n_running, .margin = alps->margin,
+  *out = (struct alps_counts){.n_running = alps->n_running, .n_waiting = alps->n_parked, .margin = alps->margin,
                               .itl_p99_us = alps_window_quantile(&alps->window, 0.99)};
   for (int c = 0; c < ALPS_CLASSES; c++) {
     out->n_waiting_by_class[c] = alps->classes[c].n_waiting;
@@ -266,7 +292,7 @@ static void require(bool holds, const char *rule, int32_t id)
 
 void alps_check(const struct alps *alps)
 {
-  int32_t n_waiting[ALPS_CLASSES] = {0}, n_running[ALPS_CLASSES] = {0}, n_unborn = 0;
+  int32_t n_waiting[ALPS_CLASSES] = {0}, n_running[ALPS_CLASSES] = {0}, n_unborn = 0, n_parked = 0;
   int64_t tokens[ALPS_CLASSES] = {0};
   for (int32_t id = 0; id < alps->options.max_entries; id++) {
     const struct alps_entry *e = &alps->entries[id];
@@ -274,7 +300,9 @@ void alps_check(const struct alps *alps)
     int32_t c = e->request.service_class;
     const struct alps_tenant *t = &alps->tenants[e->tenant];
     require(t->key == e->request.tenant && t->service_class == c, "an entry knows its tenant", id);
-    if (e->state == ALPS_WAITING) {
+    if (e->state == ALPS_WAITING && e->is_held) {
+      n_parked++;
+    } else if (e->state == ALPS_WAITING) {
       n_waiting[c]++;
       tokens[c] += e->request.n_known;
       require(e->n_pages == 0 && e->run_at < 0, "a waiting entry holds nothing", id);
@@ -284,6 +312,7 @@ void alps_check(const struct alps *alps)
       require(alps->running[e->run_at] == id, "a running entry is in the running list", id);
     }
   }
+  require(n_parked == alps->n_parked, "parked entries are counted", n_parked);
   int32_t n_all = 0;
   for (int c = 0; c < ALPS_CLASSES; c++) {
     require(n_waiting[c] == alps->classes[c].n_waiting && tokens[c] == alps->classes[c].waiting_tokens, "waiting counts agree", c);

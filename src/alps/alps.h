@@ -115,7 +115,7 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
                            struct alps_plan *plan) SITS_MUST_CHECK;
 /* After the step: the entry's counts. copy_pages: pages its next write needs beyond new ones (1 when its last page is shared). */
 void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);
-/* A held entry is left out (its consumer is slow). */
+/* A held entry is left out (its consumer is slow). Running, it keeps its pages until others need them; waiting, it is in no queue. */
 void alps_hold(struct alps *alps, int32_t id, bool is_held);
 /* Tokens beyond the known ones that the entry could verify in its next step (speculation); they count as computed tokens and rows. */
 void alps_offer(struct alps *alps, int32_t id, int32_t n_draft);

@@ -27,7 +27,7 @@ struct alps_tenant {
   uint64_t key;
   int32_t service_class;
   int32_t waiting_root;         /* heap of its waiting entries */
-  int32_t n_waiting, n_running;
+  int32_t n_waiting, n_running, n_parked;
   double served;                /* tokens served so far, from the class's virtual time at its first entry on */
   double unsorted;              /* served since it was last placed in the class's heap; folded in when it comes to the top */
   int32_t hash_next;            /* bucket chain; free list when unused */
@@ -55,6 +55,8 @@ struct alps {
   struct alps_class classes[ALPS_CLASSES];
   int32_t *running;             /* [max_seqs], unordered */
   int32_t n_running;
+  int32_t n_parked;             /* waiting entries that are held */
+  int32_t n_again;              /* plans in a row that asked for a victim */
   int32_t n_unborn;             /* sequences that running entries will fork into */
   int32_t *prefill;             /* [max_seqs] scratch: running entries in prefill, in order of service */
   int32_t n_prefill;

@@ -169,16 +169,31 @@ static bool plan_decodes(struct planner *p)
   return true;
 }
 
-/* The running entry that loses its pages first: lowest class, then least important, then newest. -1 when there is none but `keep`. */
+static bool is_worse(const struct alps *alps, int32_t a, int32_t b)
+{
+  if (alps->entries[a].is_held != alps->entries[b].is_held) return alps->entries[a].is_held;
+  return serves_before(alps, b, a);
+}
+
+/* The running entry that loses its pages first: one that is held, then lowest class, then least important, then newest. Only entries of
+ * classes after above_class, or held ones of that class too. -1 when there is none but `keep`. */
 static int32_t choose_victim(const struct alps *alps, int32_t above_class, int32_t keep)
 {
   int32_t worst = -1;
   for (int32_t i = 0; i < alps->n_running; i++) {
     int32_t id = alps->running[i];
-    if (id == keep || alps->entries[id].request.service_class <= above_class) continue;
-    if (worst < 0 || serves_before(alps, worst, id)) worst = id;
+    const struct alps_entry *e = &alps->entries[id];
+    if (id == keep || e->request.service_class < above_class + !e->is_held) continue;
+    if (worst < 0 || is_worse(alps, id, worst)) worst = id;
   }
   return worst;
+}
+
+/* Whether a class that finds no room may take it from that entry: it makes no progress, or its class has had its share. */
+static bool may_evict(const struct alps *alps, int32_t service_class, int32_t victim)
+{
+  const struct alps_entry *e = &alps->entries[victim];
+  return e->is_held || alps->classes[e->request.service_class].pass >= alps->classes[service_class].pass;
 }
 
 static int32_t best_running(const struct alps *alps)
@@ -220,7 +235,7 @@ static int32_t admit_next(struct planner *p, int32_t service_class, alps_admit_f
   if (!has_room(p, e)) {
     int32_t victim = choose_victim(alps, service_class, -1);
     if (alps->options.policy == ALPS_BUDGET && victim >= 0 && p->plan->n_items == p->plan->n_decode &&
-        alps->classes[alps->entries[victim].request.service_class].pass >= alps->classes[service_class].pass) {
+        may_evict(alps, service_class, victim)) {
       p->wants_victim = true;
       p->victim_above = service_class;
     }
@@ -358,13 +373,14 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
     if (has_pages) plan_prefill(&p, admit, user);
   }
   bool is_stuck = has_pages && plan->n_items == 0 && alps->n_running > 1 && alps->n_prefill > 0;
-  if (p.wants_victim || !has_pages || is_stuck) {
-    int32_t victim = choose_victim(alps, p.wants_victim ? p.victim_above : -1, best_running(alps));
+  if ((p.wants_victim || !has_pages || is_stuck) && alps->n_again++ < 2 * alps->options.max_seqs) {
+    int32_t victim = p.wants_victim ? choose_victim(alps, p.victim_above, -1) : choose_victim(alps, -1, best_running(alps));
     if (victim >= 0) {
       plan->victims[plan->n_victims++] = victim;
       return SITS_AGAIN;
     }
   }
+  alps->n_again = 0;
   plan->predicted_us = (int64_t)alps_cost_predict(&alps->cost, &plan->work);
   return SITS_OK;
 }

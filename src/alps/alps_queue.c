@@ -61,7 +61,7 @@ int32_t alps_tenant_acquire(struct alps *alps, uint64_t key, int32_t service_cla
 void alps_tenant_release(struct alps *alps, int32_t tenant)
 {
   struct alps_tenant *t = &alps->tenants[tenant];
-  if (t->n_waiting > 0 || t->n_running > 0) return;
+  if (t->n_waiting > 0 || t->n_running > 0 || t->n_parked > 0) return;
   int32_t *link = &alps->tenant_buckets[bucket_of(alps, t->key, t->service_class)];
   while (*link != tenant) link = &alps->tenants[*link].hash_next;
   *link = t->hash_next;

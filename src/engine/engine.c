@@ -35,6 +35,7 @@ static bool alloc_arrays(struct sits_engine *e)
   e->by_id = mem_calloc(n, sizeof *e->by_id);
   e->free_ids = mem_calloc(n, sizeof(int32_t));
   e->deadlines = mem_calloc(n, sizeof *e->deadlines);
+  e->parked = mem_calloc(n, sizeof(int32_t));
   e->news = mem_calloc(n, sizeof *e->news);
   e->moves = mem_calloc(s, sizeof *e->moves);
   e->copies = mem_calloc(s, sizeof *e->copies);
@@ -45,8 +46,8 @@ static bool alloc_arrays(struct sits_engine *e)
   e->tables = mem_calloc(s * (size_t)e->stride, sizeof(int32_t));
   e->row_token = mem_calloc(r, sizeof(int32_t));
   e->rows = mem_calloc(r, sizeof *e->rows);
-  return e->end_ids && e->by_id && e->free_ids && e->deadlines && e->news && e->moves && e->copies && e->tokens && e->positions &&
-         e->seq_start && e->kv_len && e->tables && e->row_token && e->rows;
+  return e->end_ids && e->by_id && e->free_ids && e->deadlines && e->parked && e->news && e->moves && e->copies && e->tokens &&
+         e->positions && e->seq_start && e->kv_len && e->tables && e->row_token && e->rows;
 }
 
 static enum sits_status create_parts(struct sits_engine *e)
@@ -127,6 +128,7 @@ void engine_destroy(struct sits_engine *e)
   mem_free(e->by_id);
   mem_free(e->free_ids);
   mem_free(e->deadlines);
+  mem_free(e->parked);
   mem_free(e->news);
   mem_free(e->moves);
   mem_free(e->copies);

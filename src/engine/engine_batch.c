@@ -8,19 +8,40 @@
 #include "engine/engine_internal.h"
 
 /* Rule 3 of engine.h: a choice whose ring might overflow in this step stays out of it. One place per choice is kept for its end. */
+static bool is_short_of_room(const struct sits_engine *engine, const struct sits_request *request)
+{
+  int32_t need = request->n_unfinished * (2 + engine->options.spec_max_tokens);
+  int32_t n_rows = request->params.n_prompt - request->next_prompt_row;
+  need += n_rows < engine->options.max_rows ? n_rows : engine->options.max_rows;
+  return engine_ring_room(&request->ring) < need;
+}
+
 void engine_hold_full(struct sits_engine *engine)
 {
   const int32_t *ids;
   int32_t n = alps_running(engine->alps, &ids);
   engine->n_held = 0;
   for (int32_t i = 0; i < n; i++) {
-    const struct sits_request *request = engine->by_id[ids[i]]->request;
-    int32_t need = request->n_unfinished * (2 + engine->options.spec_max_tokens);
-    int32_t n_rows = request->params.n_prompt - request->next_prompt_row;
-    need += n_rows < engine->options.max_rows ? n_rows : engine->options.max_rows;
-    bool is_held = engine_ring_room(&request->ring) < need;
+    bool is_held = is_short_of_room(engine, engine->by_id[ids[i]]->request);
     alps_hold(engine->alps, ids[i], is_held);
     engine->n_held += is_held;
+  }
+  /* Those that were pre-empted while they were held wait outside the queues for their consumers. */
+  for (int32_t i = 0; i < engine->n_parked;) {
+    if (is_short_of_room(engine, engine->by_id[engine->parked[i]]->request)) {
+      engine->n_held++;
+      i++;
+    } else {
+      alps_hold(engine->alps, engine->parked[i], false);
+      engine->parked[i] = engine->parked[--engine->n_parked];
+    }
+  }
+}
+
+static void forget_parked(struct sits_engine *engine, int32_t id)
+{
+  for (int32_t i = 0; i < engine->n_parked; i++) {
+    if (engine->parked[i] == id) engine->parked[i--] = engine->parked[--engine->n_parked];
   }
 }
 
@@ -124,6 +145,12 @@ static void preempt(struct sits_engine *engine, int32_t id)
   choice->slot = -1;
   choice->n_computed = 0;
   alps_requeue(engine->alps, id, engine_known(choice));
+  if (is_short_of_room(engine, choice->request)) {
+    alps_hold(engine->alps, id, true);
+    engine->parked[engine->n_parked++] = id;
+  } else {
+    alps_hold(engine->alps, id, false);
+  }
   atomic_fetch_add(&choice->request->times[TIME_PREEMPTIONS], 1);
   engine->stats.n_preemptions++;
   engine->stats.n_preemptions_swapped += is_swapped;
@@ -146,6 +173,7 @@ void engine_vacate(struct sits_engine *engine, struct engine_choice *choice)
   if (choice->id < 0) return;
   if (choice->is_born) {
     alps_remove(engine->alps, choice->id);
+    forget_parked(engine, choice->id);
   } else {
     for (int32_t i = 0; i < choice->request->n_choices; i++) {
       struct engine_choice *lead = &choice->request->choices[i];

@@ -117,7 +117,9 @@ struct sits_engine {
   struct engine_row *rows;        /* [loop] [max_rows] */
   int64_t step_started_us, last_step_end_us, compute_us; /* [loop] */
   bool is_continuous;             /* [loop] the step before had work too */
-  int32_t n_held;                 /* [loop] running choices whose ring is full */
+  int32_t *parked;                /* [loop] [max_entries] ids pre-empted while they were held */
+  int32_t n_parked;
+  int32_t n_held;                 /* [loop] choices whose ring is full */
 
   pthread_mutex_t inbox_mutex;
   pthread_cond_t inbox_cond;      /* work came, or stop */

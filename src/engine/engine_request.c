@@ -1,4 +1,5 @@
 /* A request's life outside the loop: checking and copying what was submitted, the inbox, the ring, cancelling, references. */
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 
@@ -194,6 +195,7 @@ int32_t engine_ring_room(const struct engine_ring *ring)
 void engine_ring_push(struct engine_ring *ring, const struct sits_event *event)
 {
   uint32_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed), at = tail & (ring->capacity - 1);
+  assert(engine_ring_room(ring) > 0); /* engine_hold_full keeps a choice out of a step that could overflow it */
   ring->records[at] = (struct engine_record){.kind = (uint8_t)event->kind, .finish = (uint8_t)event->finish, .n_top = (int16_t)event->n_top,
                                              .choice = event->choice, .token = event->token, .logprob = event->logprob,
                                              .status = (int32_t)event->status, .emitted_us = event->emitted_us};

@@ -207,7 +207,7 @@ static void do_step(struct world *w)
       struct entry *e = &w->entries[plan.victims[i]];
       assert_int_equal(plan.victims[i], twin.victims[i]);
       assert_true(e->is_running);
-      e->is_running = e->is_held = false;
+      e->is_running = false;
       e->n_computed = 0;
       drop_pages(w, e);
       w->n_preempted++;
@@ -235,7 +235,7 @@ static void one_operation(struct world *w)
     if (w->entries[id].width <= 1) do_remove(w, (int32_t)id);
   } else if (what < 30) {
     struct entry *e = &w->entries[id];
-    if (!e->is_used || !e->is_running) return;
+    if (!e->is_used) return;
     e->is_held = !e->is_held;
     alps_hold(w->alps, (int32_t)id, e->is_held);
     alps_hold(w->twin, (int32_t)id, e->is_held);

@@ -231,6 +231,55 @@ static void test_slow_consumer_is_left_out(void **state)
   rig_close(&rig);
 }
 
+/* A sequence that nobody reads is pre-empted and comes back: its ring is still full then, and nothing in it may be overwritten. */
+static void test_full_ring_survives_preemption(void **state)
+{
+  struct rig rig;
+  struct engine_options options = rig_options();
+  int32_t prompt[100];
+  options.max_model_len = 512;
+  rig_open(&rig, options, 9);
+  rig_prompt(prompt, 100, 6);
+  struct sits_sampling s = rig_greedy(1), t = rig_greedy(300);
+  s.ignore_eos = t.ignore_eos = true;
+  struct sits_request *first = rig_submit(&rig, prompt, 40, 1, s);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, first, got, 1); /* answers seem to be short, so both of the next are admitted */
+  struct sits_request_params p = {.prompt = prompt, .n_prompt = 100, .n_choices = 1, .sampling = t, .service_class = SITS_CLASS_LOW};
+  struct sits_request *slow, *fast;
+  struct sits_error err;
+  assert_int_equal(sits_engine_submit(rig.engine, &p, &slow, &err), SITS_OK);
+  for (int i = 0; i < 120; i++) engine_step_once(rig.engine); /* its ring is full */
+  p.n_prompt = 90;
+  p.service_class = SITS_CLASS_NORMAL;
+  static struct rig_answer a_slow, a_fast;
+  memset(&a_slow, 0, sizeof a_slow);
+  memset(&a_fast, 0, sizeof a_fast);
+  assert_int_equal(sits_engine_submit(rig.engine, &p, &fast, &err), SITS_OK);
+  rig_run(&rig, fast, &a_fast, 1);
+  p.sampling.max_tokens = 400;
+  struct sits_request *second;
+  assert_int_equal(sits_engine_submit(rig.engine, &p, &second, &err), SITS_OK);
+  static struct rig_answer a_second;
+  memset(&a_second, 0, sizeof a_second);
+  rig_run(&rig, second, &a_second, 1);
+  for (int i = 0; i < 20; i++) engine_step_once(rig.engine);
+  struct sits_request_timing timing;
+  sits_request_timing(slow, &timing);
+  assert_true(timing.n_preemptions > 0);
+  rig_run(&rig, slow, &a_slow, 1);
+  rig_expect(prompt, 100, 300, true, &expected);
+  rig_same(&a_slow, &expected);
+  rig_expect(prompt, 90, 300, true, &expected);
+  rig_same(&a_fast, &expected);
+  sits_request_release(first);
+  sits_request_release(slow);
+  sits_request_release(fast);
+  sits_request_release(second);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
 static void test_cancel_full_ring_still_ends(void **state)
 {
   struct rig rig;
@@ -432,7 +481,8 @@ int main(void)
       cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_sampled_choices_differ_and_repeat),
       cmocka_unit_test(test_prefix_is_reused),
       cmocka_unit_test(test_prompt_logprobs), cmocka_unit_test(test_slow_consumer_is_left_out),
-      cmocka_unit_test(test_cancel_full_ring_still_ends), cmocka_unit_test(test_leader_cancelled_during_prefill),
+      cmocka_unit_test(test_full_ring_survives_preemption), cmocka_unit_test(test_cancel_full_ring_still_ends),
+      cmocka_unit_test(test_leader_cancelled_during_prefill),
       cmocka_unit_test(test_deadline), cmocka_unit_test(test_device_error), cmocka_unit_test(test_bad_requests_are_refused),
       cmocka_unit_test(test_release_cancels), cmocka_unit_test(test_stop_ids_and_min_tokens),
   };

@@ -68,13 +68,12 @@ static void check_job(const struct job *j)
   rig_expect(j->prompt, j->n_prompt, j->max_tokens, true, &expected);
   for (int32_t i = 0; i < j->n_choices; i++) {
     const struct rig_answer *a = &j->answers[i];
-    assert_int_equal(a->n_finish, 1);
-    if (a->finish == SITS_FINISH_LENGTH) assert_int_equal(a->n, j->max_tokens);
-    else if (a->finish == SITS_FINISH_CANCELLED) assert_true(j->is_cancelled);
-    else if (a->finish == SITS_FINISH_DEADLINE) assert_true(j->has_deadline);
-    else fail_msg("unexpected end %d", (int)a->finish);
-    assert_in_range(a->n, 0, j->max_tokens);
-    assert_memory_equal(a->tokens, expected.tokens, (size_t)a->n * sizeof(int32_t));
+    MUST(a->n_finish == 1);
+    MUST(a->n >= 0 && a->n <= j->max_tokens);
+    if (a->finish == SITS_FINISH_LENGTH) MUST(a->n == j->max_tokens);
+    else if (a->finish == SITS_FINISH_CANCELLED) MUST(j->is_cancelled);
+    else MUST(a->finish == SITS_FINISH_DEADLINE && j->has_deadline);
+    MUST(memcmp(a->tokens, expected.tokens, (size_t)a->n * sizeof(int32_t)) == 0);
   }
 }
 
@@ -172,7 +171,7 @@ static void *work(void *user)
 static void count_news(void *user, struct sits_request *const *requests, int32_t n)
 {
   int64_t *total = user;
-  for (int32_t i = 0; i < n; i++) assert_non_null(sits_request_user(requests[i]));
+  for (int32_t i = 0; i < n; i++) MUST(sits_request_user(requests[i]) != NULL);
   *total += n;
 }
 
