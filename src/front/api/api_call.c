@@ -307,6 +307,7 @@ static void emit(struct api_part *part, int32_t c, const struct detok_piece *pie
   delta->tokens = choice->pending;
   delta->n_output_tokens = choice->n_output;
   call->sink->delta(call->context, delta);
+  if (!delta->n_tokens) return;
   choice->n_pending -= delta->n_tokens;
   memmove(choice->pending, choice->pending + delta->n_tokens, (size_t)choice->n_pending * sizeof *choice->pending);
 }
