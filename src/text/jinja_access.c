@@ -91,6 +91,14 @@ static bool python_attr(struct jinja_run *run, struct jv obj, const struct jinja
 
 /* ---- Items ---- */
 
+/* A part of a string; a part of Markup is Markup. */
+static bool substr_like(struct jinja_run *run, struct jv v, size_t from, size_t to, struct jv *out)
+{
+  if (!jinja_substr(run, v.s, from, to, out)) return false;
+  out->is_markup = v.is_markup;
+  return true;
+}
+
 /* obj[key] without falling back on attributes. *found false for what Python raises TypeError or LookupError for. */
 static bool python_item(struct jinja_run *run, struct jv obj, struct jv key, struct jv *out, bool *found)
 {
@@ -113,7 +121,7 @@ static bool python_item(struct jinja_run *run, struct jv obj, struct jv key, str
     *found = true;
     if (obj.type == JV_RANGE) return *out = jv_int(jinja_range_at(obj.range, at)), true;
     if (obj.type != JV_STR) return *out = obj.seq->items[at], true;
-    return jinja_substr(run, obj.s, (size_t)at, (size_t)at + 1, out);
+    return substr_like(run, obj, (size_t)at, (size_t)at + 1, out);
   default: return true;
   }
 }
@@ -173,7 +181,7 @@ bool jinja_getslice(struct jinja_run *run, struct jv obj, const struct jinja_ran
     return jinja_fail(run, "TypeError", "'%s' object is not subscriptable", jinja_type_name(obj));
   if (!jinja_length(run, obj, &length) || !slice_indices(run, slice, length, &first, &step, &n)) return false;
   if (!jinja_charge(run, (size_t)n)) return false;
-  if (obj.type == JV_STR && (step == 1 || n <= 1)) return jinja_substr(run, obj.s, (size_t)first, (size_t)(first + n), out);
+  if (obj.type == JV_STR && (step == 1 || n <= 1)) return substr_like(run, obj, (size_t)first, (size_t)(first + n), out);
   if (obj.type == JV_RANGE) {
     struct jinja_range *range = jinja_alloc(run, 1, sizeof *range);
     if (!range) return false;
@@ -193,7 +201,11 @@ bool jinja_getslice(struct jinja_run *run, struct jv obj, const struct jinja_ran
     if (items) items[i] = obj.seq->items[at];
     else if (!jinja_substr(run, obj.s, at, at + 1, &item) || !jinja_emit_str(run, &text, item)) return false;
   }
-  if (!items) return jinja_out_str(run, &text, out);
+  if (!items) {
+    if (!jinja_out_str(run, &text, out)) return false;
+    out->is_markup = obj.is_markup;
+    return true;
+  }
   return jinja_list_new(run, (enum jinja_type)obj.type, items, (size_t)n, false, out);
 }
 

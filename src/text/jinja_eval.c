@@ -439,6 +439,7 @@ bool jinja_loop_fetch(struct jinja_run *run, struct jinja_loop *loop, struct jv 
 static enum flow loop_body(struct jinja_run *run, struct jinja_loop *loop, struct jv item, struct jinja_scope **frame)
 {
   struct jinja_scope *scope = *frame;
+  if (!jinja_charge(run, 4)) return FLOW_FAIL;
   if (!scope || scope->is_captured) { /* a macro may still see the names of the round that defined it */
     if (!(scope = *frame = scope_new(run, loop->scope))) return FLOW_FAIL;
   }

@@ -291,6 +291,7 @@ static bool format_value(struct jinja_run *run, struct jinja_out *out, const cha
   }
   if (!jv_is_number(value))
     return jinja_fail(run, "TypeError", "unsupported format string passed to %s.__format__", jinja_type_name(value));
+  if (spec.type == 'c') return percent_value(run, out, &spec, value);
   if (spec.type && strchr("eEfFgG%", spec.type)) return emit_float(run, out, &spec, jv_as_float(value));
   if (jv_is_intlike(value) && (!spec.type || strchr("dxXobn", spec.type))) return emit_int(run, out, &spec, jv_as_int(value));
   if (value.type != JV_FLOAT || spec.type) return bad_format(run, "unknown format code");
@@ -340,7 +341,6 @@ static bool resolve_field(struct jinja_run *run, struct braces *state, const cha
       end += end < n;
     }
     if (!(is_item ? jinja_getitem(run, *out, key, out) : jinja_getattr(run, *out, key.s, out))) return false;
-    if (out->type == JV_UNDEFINED) return jinja_undefined_fail(run, *out);
   }
   return true;
 }

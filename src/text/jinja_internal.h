@@ -29,7 +29,7 @@ enum {
   JINJA_MAX_TREE_DEPTH = 400,         /* height of the syntax tree: chains of operators count too */
   JINJA_MAX_DEPTH = 800,              /* nested evaluations, macro calls included */
   JINJA_MAX_VALUE_DEPTH = 200,        /* nesting of lists and dicts that printing, comparing or hashing walks */
-  JINJA_MAX_STEPS = 50 * 1000 * 1000, /* units of work: about one per node evaluated, one per 32 bytes copied */
+  JINJA_MAX_STEPS = 20 * 1000 * 1000, /* units of work of up to about 50 ns: one per node evaluated, one per 32 bytes copied */
   JINJA_MAX_OUTPUT_BYTES = 16 << 20,
   JINJA_MAX_RUN_BYTES = 128 << 20,
   JINJA_MAX_PROGRAM_BYTES = 64 << 20,

@@ -215,11 +215,7 @@ static bool split_space(struct jinja_run *run, const struct jinja_call *call, in
     while (at < s->n_bytes && (n = space_at(s, at)) > 0) at += n;
     if (at >= s->n_bytes) return true;
     size_t from = at;
-    if (most-- <= 0) {
-      struct jv rest;
-      if (!jinja_str_view(run, s->data + from, s->n_bytes - from, &rest) || !jinja_strip(run, rest, jv_none(), 2, &rest)) return false;
-      return jinja_vec_push(run, parts, rest);
-    }
+    if (most-- <= 0) return push_part(run, call, parts, s->data + from, s->n_bytes - from); /* white space after it stays */
     while (at < s->n_bytes && space_at(s, at) == 0) at++;
     if (!push_part(run, call, parts, s->data + from, at - from)) return false;
   }
@@ -240,11 +236,7 @@ static bool rsplit_space(struct jinja_run *run, const struct jinja_call *call, i
     while (end > 0 && space_at(s, char_start(s, end))) end = char_start(s, end);
     if (end == 0) return true;
     size_t to = end;
-    if (most-- <= 0) {
-      struct jv rest;
-      if (!jinja_str_view(run, s->data, to, &rest) || !jinja_strip(run, rest, jv_none(), 1, &rest)) return false;
-      return jinja_vec_push(run, parts, rest);
-    }
+    if (most-- <= 0) return push_part(run, call, parts, s->data, to);
     while (end > 0 && !space_at(s, char_start(s, end))) end = char_start(s, end);
     if (!push_part(run, call, parts, s->data + end, to - end)) return false;
   }

@@ -77,7 +77,7 @@ void *jinja_alloc(struct jinja_run *run, size_t count, size_t n_bytes)
 
 bool jinja_emit(struct jinja_run *run, struct jinja_out *out, const char *text, size_t n_bytes)
 {
-  if (!jinja_charge(run, n_bytes / 32)) return false;
+  if (!jinja_charge(run, 1 + n_bytes / 32)) return false;
   if (out->limit && n_bytes > out->limit - out->size) return jinja_limit(run, "output");
   if (n_bytes > out->capacity - out->size) {
     size_t capacity = out->capacity ? out->capacity * 2 : 128;

@@ -179,6 +179,33 @@ FILTER(urlencode)
   return jinja_out_str(run, &text, out);
 }
 
+static bool has_byte_of(const struct jinja_str *s, const char *set)
+{
+  for (size_t i = 0; i < s->n_bytes; i++)
+    if (s->data[i] && strchr(set, s->data[i])) return true;
+  return false;
+}
+
+/* ' key="value"' for each pair whose value is neither None nor undefined. */
+FILTER(xmlattr)
+{
+  struct jinja_out text = {0};
+  bool adds_space;
+  if (call->self.type != JV_DICT) return jinja_fail(run, "TypeError", "xmlattr needs a mapping, not %s", jinja_type_name(call->self));
+  if (!jinja_truth(run, jv_given(call->a[0]) ? call->a[0] : jv_bool(true), &adds_space)) return false;
+  for (size_t i = 0; i < call->self.dict->n; i++) {
+    struct jv key = call->self.dict->pairs[i].key, value = call->self.dict->pairs[i].value;
+    if (value.type == JV_NONE || value.type == JV_UNDEFINED) continue;
+    if (key.type != JV_STR || has_byte_of(key.s, " \t\n\r\f\v/>="))
+      return jinja_fail(run, "ValueError", "invalid character in attribute name");
+    if (!jinja_escape(run, key, &key) || !jinja_escape(run, value, &value)) return false;
+    if ((adds_space || text.size) && !jinja_emit(run, &text, " ", 1)) return false;
+    if (!jinja_emit_str(run, &text, key) || !jinja_emit(run, &text, "=\"", 2)) return false;
+    if (!jinja_emit_str(run, &text, value) || !jinja_emit(run, &text, "\"", 1)) return false;
+  }
+  return jinja_out_str(run, &text, out);
+}
+
 const struct jinja_builtin jinja_text_filters[] = {
     {"upper", "", 0, filter_upper},
     {"lower", "", 0, filter_lower},
@@ -192,5 +219,6 @@ const struct jinja_builtin jinja_text_filters[] = {
     {"truncate", "length killwords end leeway", 0, filter_truncate},
     {"wordcount", "", 0, filter_wordcount},
     {"urlencode", "", 0, filter_urlencode},
+    {"xmlattr", "autospace", 0, filter_xmlattr},
     {0},
 };

@@ -95,21 +95,31 @@ bool jinja_concat(struct jinja_run *run, const struct jinja_str *a, const struct
   return true;
 }
 
-size_t jinja_str_offset(const struct jinja_str *s, size_t index)
+/* Byte offset of the code point `count` after the one at byte `at`. Whole words that cannot hold the target are counted at once. */
+static size_t skip_chars(const struct jinja_str *s, size_t at, size_t count)
 {
-  if (s->n_chars == s->n_bytes) return index;
-  size_t at = 0;
-  for (; index > 0 && at < s->n_bytes; index--)
+  while (count >= 8 && at + 8 <= s->n_bytes) {
+    uint64_t word;
+    memcpy(&word, s->data + at, sizeof word);
+    uint64_t continuations = (word >> 7) & (~word >> 6) & 0x0101010101010101u; /* bytes 10xxxxxx */
+    count -= 8 - (size_t)__builtin_popcountll(continuations);
+    at += 8;
+  }
+  while (at < s->n_bytes && ((unsigned char)s->data[at] & 0xC0) == 0x80) at++; /* the words may have ended inside a character */
+  for (; count > 0 && at < s->n_bytes; count--)
     for (at++; at < s->n_bytes && ((unsigned char)s->data[at] & 0xC0) == 0x80;) at++;
   return at;
 }
+
+size_t jinja_str_offset(const struct jinja_str *s, size_t index) { return s->n_chars == s->n_bytes ? index : skip_chars(s, 0, index); }
 
 bool jinja_substr(struct jinja_run *run, const struct jinja_str *s, size_t from, size_t to, struct jv *out)
 {
   if (to > s->n_chars) to = s->n_chars;
   if (from > to) from = to;
-  if (s->n_chars != s->n_bytes && !jinja_charge(run, to / 16)) return false;
-  size_t start = jinja_str_offset(s, from), end = jinja_str_offset(s, to);
+  if (s->n_chars == s->n_bytes) return jinja_str_view(run, s->data + from, to - from, out);
+  if (!jinja_charge(run, to / 16)) return false;
+  size_t start = skip_chars(s, 0, from), end = skip_chars(s, start, to - from);
   return jinja_str_view(run, s->data + start, end - start, out);
 }
 
