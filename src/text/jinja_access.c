@@ -67,7 +67,7 @@ static bool python_attr(struct jinja_run *run, struct jv obj, const struct jinja
   case JV_NAMESPACE:
     if (!jinja_dict_find(run, obj.dict, jv_str(name), out)) return false;
     *found = jv_given(*out);
-    if (*found && name->data[0] == '_') return jinja_undefined(run, UNDEF_UNSAFE, obj, jv_str(name), NULL, out);
+    if (*found && name->n_bytes && name->data[0] == '_') return jinja_undefined(run, UNDEF_UNSAFE, obj, jv_str(name), NULL, out);
     return true;
   case JV_TUPLE:
     *found = obj.seq->is_group && (jinja_str_is(jv_str(name), "grouper") || jinja_str_is(jv_str(name), "list"));

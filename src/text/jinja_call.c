@@ -6,7 +6,7 @@
 const struct jinja_builtin *jinja_find(const struct jinja_builtin *table, const char *name, size_t n_bytes)
 {
   for (; table->name; table++)
-    if (table->name[0] == name[0] && strncmp(table->name, name, n_bytes) == 0 && table->name[n_bytes] == '\0') return table;
+    if (strlen(table->name) == n_bytes && memcmp(table->name, name, n_bytes) == 0) return table;
   return NULL;
 }
 
