@@ -1,6 +1,8 @@
 /* See utf8.h. */
 #include "base/utf8.h"
 
+#include <string.h>
+
 static unsigned char at(const char *text, size_t i) { return (unsigned char)text[i]; }
 
 /* Number of bytes a lead byte announces and the allowed range of the second byte; 0 for a byte that cannot lead. */
@@ -85,6 +87,12 @@ bool utf8_is_valid(const char *text, size_t n_bytes)
 {
   size_t length;
   for (size_t i = 0; i < n_bytes; i += length) {
+    uint64_t word;
+    if (n_bytes - i >= sizeof word) { /* eight ASCII bytes at a time */
+      memcpy(&word, text + i, sizeof word);
+      length = sizeof word;
+      if (!(word & 0x8080808080808080u)) continue;
+    }
     if (at(text, i) < 0x80) length = 1;
     else if (utf8_sequence(text + i, n_bytes - i, &length) != UTF8_VALID) return false;
   }

@@ -28,26 +28,31 @@ void bpe_strings_fini(struct bpe_strings *strings)
   *strings = (struct bpe_strings){0};
 }
 
-/* Short keys are read whole by two overlapping loads; never beyond the end. */
-static inline uint64_t hash_word(const char *text, size_t n)
+/* Never reads beyond the end. */
+static inline struct bpe_map_key key_of(const char *text, size_t n)
 {
-  uint64_t a = 0, b = 0;
+  struct bpe_map_key key = {.length = (uint32_t)n};
+  uint32_t low, high;
+  if (n > BPE_MAP_INLINE) return (struct bpe_map_key){hash_bytes(0, text, n), (uint32_t)n, BPE_MAP_LONG};
   if (n >= 8) {
-    if (n > 16) return hash_bytes(0, text, n);
-    memcpy(&a, text, 8);
-    memcpy(&b, text + n - 8, 8);
+    memcpy(&key.low, text, 8);
+    memcpy(&key.high, text + n - 4, 4);
   } else if (n >= 4) {
-    uint32_t low, high;
     memcpy(&low, text, 4);
     memcpy(&high, text + n - 4, 4);
-    a = low | (uint64_t)high << 32;
+    key.low = low | (uint64_t)high << 32;
   } else if (n) {
-    a = (unsigned char)text[0] | (unsigned)(unsigned char)text[n / 2] << 8 | (unsigned)(unsigned char)text[n - 1] << 16;
+    key.low = (unsigned char)text[0] | (unsigned)(unsigned char)text[n / 2] << 8 | (unsigned)(unsigned char)text[n - 1] << 16;
   }
+  return key;
+}
+
+static inline uint32_t key_slot(struct bpe_map_key key)
+{
   __extension__ typedef unsigned __int128 u128;
-  u128 product = (u128)(a ^ 0x9E3779B97F4A7C15u ^ (uint64_t)n << 56) * (b ^ 0xC4CEB9FE1A85EC53u);
+  u128 product = (u128)(key.low ^ 0x9E3779B97F4A7C15u) * (((uint64_t)key.length << 32 | key.high) ^ 0xC4CEB9FE1A85EC53u);
   uint64_t h = (uint64_t)product ^ (uint64_t)(product >> 64);
-  return h ^ h >> 29;
+  return (uint32_t)(h ^ h >> 32);
 }
 
 static uint32_t table_mask(size_t n)
@@ -60,18 +65,19 @@ static uint32_t table_mask(size_t n)
 bool bpe_map_init(struct bpe_map *map, const struct bpe_strings *strings, const bool *wants)
 {
   *map = (struct bpe_map){.strings = strings, .mask = table_mask((size_t)strings->n)};
+  if (strings->n >= BPE_MAP_MAX) return false;
   map->slots = mem_alloc(((size_t)map->mask + 1) * sizeof *map->slots);
   if (!map->slots) return false;
-  for (uint32_t i = 0; i <= map->mask; i++) map->slots[i].index = -1;
+  memset(map->slots, 0xFF, ((size_t)map->mask + 1) * sizeof *map->slots);
   for (int32_t i = 0; i < strings->n; i++) {
     size_t n;
     const char *text = bpe_string(strings, i, &n);
     if (wants ? !wants[i] : n == 0) continue;
     if (bpe_map_get(map, text, n) >= 0) continue;
-    uint64_t h = hash_word(text, n);
-    uint32_t at = (uint32_t)h & map->mask;
-    while (map->slots[at].index >= 0) at = (at + 1) & map->mask;
-    map->slots[at] = (struct bpe_map_slot){(uint32_t)(h >> 32), i};
+    struct bpe_map_key key = key_of(text, n);
+    uint32_t at = key_slot(key) & map->mask;
+    while (map->slots[at].length_index != UINT32_MAX) at = (at + 1) & map->mask;
+    map->slots[at] = (struct bpe_map_slot){key.low, key.high, key.length << 24 | (uint32_t)i};
     if (n > map->longest) map->longest = (uint32_t)n;
   }
   return true;
@@ -85,16 +91,15 @@ void bpe_map_fini(struct bpe_map *map)
 
 int32_t bpe_map_get(const struct bpe_map *map, const char *text, size_t n_bytes)
 {
-  if (!map->slots) return -1;
-  uint64_t h = hash_word(text, n_bytes);
-  uint32_t tag = (uint32_t)(h >> 32);
-  for (uint32_t at = (uint32_t)h & map->mask;; at = (at + 1) & map->mask) {
-    struct bpe_map_slot slot = map->slots[at];
-    if (slot.index < 0) return -1;
-    if (slot.tag != tag) continue;
+  if (!map->slots || n_bytes > UINT32_MAX) return -1;
+  struct bpe_map_key key = key_of(text, n_bytes);
+  for (uint32_t at = key_slot(key) & map->mask;; at = (at + 1) & map->mask) {
+    const struct bpe_map_slot *slot = &map->slots[at];
+    if (slot->length_index == UINT32_MAX) return -1;
+    if (slot->low != key.low || slot->high != key.high || slot->length_index >> 24 != key.length) continue;
+    int32_t index = (int32_t)(slot->length_index & 0xFFFFFF);
     size_t n;
-    const char *found = bpe_string(map->strings, slot.index, &n);
-    if (n == n_bytes && memcmp(found, text, n) == 0) return slot.index;
+    if (key.length != BPE_MAP_LONG || memcmp(bpe_string(map->strings, index, &n), text, n_bytes) == 0) return index;
   }
 }
 

@@ -25,10 +25,14 @@ struct bpe_strings {
   int32_t n;
 };
 
-/* Open-addressing map from a string of a bpe_strings to its index. */
+/* Open-addressing map from a string of a bpe_strings to its index. A slot holds keys of up to BPE_MAP_INLINE bytes whole (two loads
+ * that overlap, exact together with the length), so that looking up a usual word touches one cache line. */
+enum { BPE_MAP_INLINE = 12, BPE_MAP_LONG = 255, BPE_MAP_MAX = 1 << 24 };
+struct bpe_map_key { uint64_t low; uint32_t high, length; }; /* longer keys: low is a hash, high the length, length BPE_MAP_LONG */
+struct bpe_map_slot { uint64_t low; uint32_t high, length_index; }; /* length << 24 | index; UINT32_MAX: empty */
 struct bpe_map {
   const struct bpe_strings *strings; /* borrowed */
-  struct bpe_map_slot { uint32_t tag; int32_t index; } *slots; /* index -1: empty */
+  struct bpe_map_slot *slots;
   uint32_t mask;
   uint32_t longest;     /* bytes of the longest key */
 };
@@ -64,7 +68,8 @@ static inline const char *bpe_string(const struct bpe_strings *strings, int32_t 
   return strings->bytes + strings->start[index];
 }
 
-/* Map of all strings for which wants[index] (all when NULL); the first of equal strings wins. */
+/* Map of at most BPE_MAP_MAX strings: those for which wants[index] (all but empty ones when NULL); the first of
+ * equal strings wins. */
 bool bpe_map_init(struct bpe_map *map, const struct bpe_strings *strings, const bool *wants);
 void bpe_map_fini(struct bpe_map *map);
 int32_t bpe_map_get(const struct bpe_map *map, const char *text, size_t n_bytes); /* -1 when absent */

@@ -171,7 +171,7 @@ static enum sits_status run_matcher(struct run *run, int index, const char *text
   while (!status && from <= n_bytes) {
     size_t start, end, length;
     int got = next_match(run, &run->pretok->steps[index], text, n_bytes, from, &start, &end);
-    if (got < 0) return SITS_INVALID_ARGUMENT;
+    if (got < 0) return got == PRETOK_NO_MEMORY ? SITS_NOMEM : SITS_INVALID_ARGUMENT;
     if (got == 0) break;
     if (start == end && end == last_end) { /* an empty match right after a match does not count; look one character on */
       if (from >= n_bytes) break;

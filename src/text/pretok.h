@@ -79,7 +79,8 @@ enum sits_status pretok_run(const struct pretok *pretok, struct pretok_scratch *
 size_t pretok_scan_gpt2(const char *text, size_t n_bytes, size_t from);
 size_t pretok_scan_llama3(const char *text, size_t n_bytes, size_t from, int max_digits, bool folds_long_s);
 
-/* The PCRE2 side (pretok_regex.c). Next match at or after `from`: 1 and the span, 0 none, -1 out of limits or memory. */
+/* The PCRE2 side (pretok_regex.c). Next match at or after `from`: 1 and the span, 0 none, or one of the negative values. */
+enum { PRETOK_OVER_LIMIT = -1, PRETOK_NO_MEMORY = -2 };
 int pretok_regex_next(const struct pretok_step *step, struct pretok_scratch *scratch, const char *text, size_t n_bytes, size_t from,
                       size_t *start, size_t *end);
 enum sits_status pretok_regex_compile(const char *pattern, size_t n_bytes, bool is_literal, void **code, struct sits_error *err)

@@ -11,10 +11,14 @@
 #include "base/mem.h"
 #include "text/pretok.h"
 
-enum { MATCH_LIMIT = 5000000, BUDGET_US = 5000000, ATTEMPTS_PER_CLOCK = 64 };
+enum { MATCH_LIMIT = 5000000, BUDGET_US = 2000000, ATTEMPTS_PER_CLOCK = 64 };
 
 static void *pcre_alloc(size_t n_bytes, void *unused) { return mem_alloc(n_bytes); }
 static void pcre_free(void *block, void *unused) { mem_free(block); }
+
+/* Oniguruma's \w; outside a class it counts in six superscripts and fractions of Latin-1. */
+#define WORD "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}"
+#define WORD_ALONE WORD "\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}]"
 
 /* \s is White_Space and \d is Nd in Oniguruma; PCRE2's \s has U+180E besides. What cannot be said exactly is refused. */
 static enum sits_status translate_escape(char c, bool in_class, struct buf *out, struct sits_error *err)
@@ -25,14 +29,12 @@ static enum sits_status translate_escape(char c, bool in_class, struct buf *out,
   case 'd': buf_append_text(out, "\\p{Nd}"); return SITS_OK;
   case 'D': buf_append_text(out, "\\P{Nd}"); return SITS_OK;
   case 'w':
-    buf_append_text(out, in_class ? "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}" : "[\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}]");
+    buf_append_text(out, in_class ? WORD : "[" WORD_ALONE);
     return SITS_OK;
   case 'W':
-    if (!in_class) {
-      buf_append_text(out, "[^\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}]");
-      return SITS_OK;
-    }
-    break;
+    if (in_class) break;
+    buf_append_text(out, "[^" WORD_ALONE);
+    return SITS_OK;
   case 'h': case 'H': case 'b': case 'B': case 'y': case 'Y': case 'R': case 'X': case 'K': case 'O': case 'N': case 'g': case 'k':
   case 'A': case 'Z': case 'z': case 'G': case 'C': case 'M': case 'c': case 'Q': case 'E': break;
   default:
@@ -147,13 +149,13 @@ static bool prepare(struct pretok_scratch *scratch)
 int pretok_regex_next(const struct pretok_step *step, struct pretok_scratch *scratch, const char *text, size_t n_bytes, size_t from,
                       size_t *start, size_t *end)
 {
-  if (!prepare(scratch)) return -1;
+  if (!prepare(scratch)) return PRETOK_NO_MEMORY;
   uint32_t options = PCRE2_NO_UTF_CHECK;
   int got = pcre2_match(step->code, (PCRE2_SPTR)text, n_bytes, from, options, scratch->match_data, scratch->match_context);
   if (got == PCRE2_ERROR_JIT_STACKLIMIT) /* deep recursion: the interpreter's stack is on the heap */
     got = pcre2_match(step->code, (PCRE2_SPTR)text, n_bytes, from, options | PCRE2_NO_JIT, scratch->match_data, scratch->match_context);
   if (got == PCRE2_ERROR_NOMATCH) return 0;
-  if (got < 0) return -1;
+  if (got < 0) return got == PCRE2_ERROR_NOMEMORY ? PRETOK_NO_MEMORY : PRETOK_OVER_LIMIT;
   const PCRE2_SIZE *spans = pcre2_get_ovector_pointer(scratch->match_data);
   *start = spans[0];
   *end = spans[1];

@@ -104,9 +104,9 @@ static enum sits_status encode_raw_span(struct encoder *enc, const char *raw, si
   const struct tokenizer *tokenizer = enc->tokenizer;
   const char *text;
   size_t n_bytes, done = 0;
-  struct added_match match;
+  struct added_match match = {0};
   enum sits_status status = norm_run(&tokenizer->norm, raw, n_raw, enc->norm, &text, &n_bytes);
-  while (!status && added_set_next(&tokenizer->added_normalized, text, n_bytes, done, done, enc->skips_special, &match)) {
+  while (!status && added_set_next(&tokenizer->added_normalized, text, n_bytes, enc->skips_special, &match)) {
     if (match.start > done) status = encode_pretokens(enc, text + done, match.start - done, at_start && done == 0);
     if (!status && !token_list_push(enc->out, match.token->id)) status = SITS_NOMEM;
     done = match.end;
@@ -118,9 +118,9 @@ static enum sits_status encode_raw_span(struct encoder *enc, const char *raw, si
 static enum sits_status encode_text(struct encoder *enc, const char *text, size_t n_bytes)
 {
   size_t done = 0;
-  struct added_match match;
+  struct added_match match = {0};
   enum sits_status status = SITS_OK;
-  while (!status && added_set_next(&enc->tokenizer->added, text, n_bytes, done, done, enc->skips_special, &match)) {
+  while (!status && added_set_next(&enc->tokenizer->added, text, n_bytes, enc->skips_special, &match)) {
     if (match.start > done) status = encode_raw_span(enc, text + done, match.start - done, done == 0);
     if (!status && !token_list_push(enc->out, match.token->id)) status = SITS_NOMEM;
     done = match.end;
@@ -194,10 +194,15 @@ bool tokenizer_emit(const struct tokenizer *tokenizer, int32_t id, bool skip_spe
   if (!exists(tokenizer, id) || (skip_special && tokenizer->flags[id] & TOKEN_SPECIAL)) return true;
   const char *bytes = bpe_string(&tokenizer->decoded, id, &n);
   if (state->has_started) return buf_append(out, bytes, n);
-  if (tokenizer->first_loses_spaces) {
+  if (tokenizer->first_drops[0]) {
+    size_t width = strlen(tokenizer->first_drops);
     state->has_started = true;
-    for (size_t i = 0; i < n; i++)
-      if (bytes[i] != ' ' && !buf_append_char(out, bytes[i])) return false;
+    bytes = bpe_string(&tokenizer->pieces, id, &n);
+    for (size_t i = 0; i < n; i++) {
+      bool drops = n - i >= width && memcmp(bytes + i, tokenizer->first_drops, width) == 0;
+      if (drops) i += width - 1;
+      else if (!buf_append_char(out, bytes[i])) return false;
+    }
     return true;
   }
   for (; n && *bytes == ' ' && state->n_stripped < tokenizer->strip_start; bytes++, n--) state->n_stripped++;

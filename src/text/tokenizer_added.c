@@ -84,11 +84,10 @@ static void widen(const char *text, size_t n_bytes, size_t floor, struct added_m
   }
 }
 
-bool added_set_next(const struct added_set *set, const char *text, size_t n_bytes, size_t from, size_t floor, bool skips_special,
-                    struct added_match *match)
+bool added_set_next(const struct added_set *set, const char *text, size_t n_bytes, bool skips_special, struct added_match *match)
 {
   if (set->n == 0) return false;
-  for (size_t at = from; at < n_bytes; at++) {
+  for (size_t at = match->next; at < n_bytes; at++) {
     int32_t node = set->root[(unsigned char)text[at]], best = -1;
     size_t end = at, i = at;
     while (node >= 0) {
@@ -102,10 +101,12 @@ bool added_set_next(const struct added_set *set, const char *text, size_t n_byte
       node = next;
     }
     if (best < 0) continue;
-    *match = (struct added_match){at, end, &set->tokens[best]};
-    bool is_plain = (skips_special && match->token->flags & ADDED_SPECIAL) ||
-                    (match->token->flags & ADDED_SINGLE_WORD && !stands_alone(text, n_bytes, at, end));
+    const struct added_token *token = &set->tokens[best];
+    bool is_plain = (skips_special && token->flags & ADDED_SPECIAL) ||
+                    (token->flags & ADDED_SINGLE_WORD && !stands_alone(text, n_bytes, at, end));
     if (!is_plain) {
+      size_t floor = match->end;
+      *match = (struct added_match){at, end, end, token};
       widen(text, n_bytes, floor, match);
       return true;
     }

@@ -90,27 +90,35 @@ static bool may_cut_before_space(const struct tokenizer *tokenizer, const struct
   return true;
 }
 
+bool tokenizer_index_pieces(struct tokenizer *tokenizer) { return bpe_map_init(&tokenizer->piece_map, &tokenizer->pieces, NULL); }
+
+/* Whether a token is an ordinary word of a byte-level vocabulary: its piece is all in the byte alphabet and decodes to its bytes. */
+static bool is_byte_word(const struct tokenizer *tokenizer, int32_t id, struct buf *raw)
+{
+  size_t n_piece, n_word, n_raw;
+  const char *piece = bpe_string(&tokenizer->pieces, id, &n_piece), *word = bpe_string(&tokenizer->decoded, id, &n_word);
+  buf_clear(raw);
+  return buf_reserve(raw, n_piece) && tokenizer_alphabet_decode(piece, n_piece, raw->data, &n_raw) && n_raw == n_word &&
+         memcmp(raw->data, word, n_raw) == 0;
+}
+
 enum sits_status tokenizer_seal(struct tokenizer *tokenizer, const struct bpe_merge *merges, size_t n_merges, struct sits_error *err)
 {
   struct bpe *bpe = &tokenizer->bpe;
   int32_t n = tokenizer->n_vocab;
   enum sits_status status = SITS_NOMEM;
   bool *wants = mem_calloc((size_t)n + 1, sizeof *wants);
+  struct buf raw;
+  buf_init(&raw, SIZE_MAX / 4);
   if (!wants) goto out;
   bpe->n_vocab = n;
   bpe->memo = mem_calloc((size_t)n + 1, 1);
-  if (!bpe->memo || !bpe_map_init(&tokenizer->piece_map, &tokenizer->pieces, NULL)) goto out;
+  if (!bpe->memo) goto out;
   for (int32_t id = 0; id < n; id++) {
-    size_t piece_bytes, word_bytes, raw_bytes;
-    const char *piece = bpe_string(&tokenizer->pieces, id, &piece_bytes);
-    wants[id] = (tokenizer->flags[id] & (TOKEN_IN_MODEL | TOKEN_SPECIAL)) == TOKEN_IN_MODEL && piece_bytes > 0;
-    if (!wants[id] || !bpe->is_byte_level) continue;
-    const char *word = bpe_string(&tokenizer->decoded, id, &word_bytes);
-    char *raw = mem_alloc(piece_bytes);
-    if (!raw) goto out;
-    bool is_aliased = tokenizer_alphabet_decode(piece, piece_bytes, raw, &raw_bytes);
-    wants[id] = is_aliased && raw_bytes == word_bytes && memcmp(raw, word, raw_bytes) == 0;
-    mem_free(raw);
+    bool is_ordinary = (tokenizer->flags[id] & (TOKEN_IN_MODEL | TOKEN_SPECIAL)) == TOKEN_IN_MODEL;
+    wants[id] = is_ordinary && tokenizer->pieces.start[id + 1] > tokenizer->pieces.start[id];
+    if (wants[id] && bpe->is_byte_level) wants[id] = is_byte_word(tokenizer, id, &raw);
+    if (raw.failed) goto out;
   }
   if (!bpe_map_init(&bpe->words, bpe->is_byte_level ? &tokenizer->decoded : &tokenizer->pieces, wants)) goto out;
   find_byte_ids(tokenizer);
@@ -118,6 +126,7 @@ enum sits_status tokenizer_seal(struct tokenizer *tokenizer, const struct bpe_me
   if (!bpe_set_merges(bpe, merges, n_merges)) goto out;
   status = SITS_OK;
 out:
+  buf_fini(&raw);
   mem_free(wants);
   return status ? sits_fail(err, status, "tokenizer: out of memory") : SITS_OK;
 }

@@ -96,7 +96,7 @@ static enum sits_status build_decoded(struct reading *r)
   }
   if (ok) tokenizer->decoded.bytes = buf_take(&all, NULL);
   buf_fini(&all);
-  return ok ? SITS_OK : SITS_NOMEM;
+  return ok && tokenizer_index_pieces(tokenizer) ? SITS_OK : SITS_NOMEM;
 }
 
 /* Control and user-defined tokens are cut out of the text; only the first need TOKENIZER_PARSE_SPECIAL. */
@@ -131,7 +131,7 @@ static enum sits_status read_merge_list(struct reading *r)
   enum gguf_type type;
   uint64_t n;
   struct gguf_string text;
-  struct bpe_map map = {0};
+  const struct bpe_map *map = &r->tokenizer->piece_map;
   struct buf joined;
   enum sits_status status = SITS_NOMEM;
   buf_init(&joined, SIZE_MAX / 4);
@@ -139,7 +139,6 @@ static enum sits_status read_merge_list(struct reading *r)
     status = sits_fail(r->err, SITS_FORMAT, "tokenizer.ggml.merges is missing or no list of strings");
     goto out;
   }
-  if (!bpe_map_init(&map, &r->tokenizer->pieces, NULL)) goto out;
   for (uint64_t i = 0; i < n; i++) {
     const char *space = NULL;
     if (gguf_array_string(r->gguf, "tokenizer.ggml.merges", i, &text) && text.size > 2) space = memchr(text.data + 1, ' ', text.size - 1);
@@ -150,14 +149,13 @@ static enum sits_status read_merge_list(struct reading *r)
     size_t n_left = (size_t)(space - text.data), n_right = text.size - n_left - 1;
     buf_clear(&joined);
     if (!buf_append(&joined, text.data, n_left) || !buf_append(&joined, space + 1, n_right)) goto out;
-    int32_t left = bpe_map_get(&map, text.data, n_left), right = bpe_map_get(&map, space + 1, n_right);
-    int32_t id = bpe_map_get(&map, joined.data, joined.size);
+    int32_t left = bpe_map_get(map, text.data, n_left), right = bpe_map_get(map, space + 1, n_right);
+    int32_t id = bpe_map_get(map, joined.data, joined.size);
     if (left < 0 || right < 0 || id < 0 || r->tokenizer->flags[id] & TOKEN_SPECIAL) continue; /* can never happen in text, or must not */
     if (!push_merge(r, left, right, id, (uint32_t)i)) goto out;
   }
   status = SITS_OK;
 out:
-  bpe_map_fini(&map);
   buf_fini(&joined);
   return status;
 }

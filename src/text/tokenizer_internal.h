@@ -30,11 +30,14 @@ struct added_set {
 };
 bool added_set_add(struct added_set *set, const char *content, size_t n_bytes, int32_t id, unsigned flags);
 void added_set_fini(struct added_set *set);
-struct added_match { size_t start, end; const struct added_token *token; };
-/* Next token at or after `from`, leftmost then longest; with skips_special, special ones are passed over as plain text. The flags of the
- * token have widened the span; never to the left of `floor`. */
-bool added_set_next(const struct added_set *set, const char *text, size_t n_bytes, size_t from, size_t floor, bool skips_special,
-                    struct added_match *match);
+struct added_match {
+  size_t start, end;     /* span, widened by the token's flags over white space, but not to the left of the end of the match before */
+  size_t next;           /* where the search goes on: the end of the token itself. A token that is found inside the white space that the
+                            one before it took still counts, as in Hugging Face's library */
+  const struct added_token *token;
+};
+/* The token after *match (start with {0}), leftmost then longest; with skips_special, special ones are passed over as plain text. */
+bool added_set_next(const struct added_set *set, const char *text, size_t n_bytes, bool skips_special, struct added_match *match);
 
 enum norm_kind { NORM_NFC, NORM_NFD, NORM_PREPEND, NORM_REPLACE, NORM_STRIP };
 struct norm_step {
@@ -68,12 +71,14 @@ struct tokenizer {
   int32_t bos, eos;
   bool adds_bos;
   int32_t strip_start;           /* that many spaces at most vanish from the start of a decoded text */
-  bool first_loses_spaces;       /* the first decoded token loses all its spaces (the Metaspace decoder's rule) */
+  char first_drops[5];           /* the first decoded token is its piece without this character (the Metaspace decoder's rule); "" none */
 };
 
 /* Empty tokenizer with ids set to "none"; NULL: out of memory. */
 struct tokenizer *tokenizer_new(void);
-/* Build the maps and check the whole; merges: [n] (rank ascending is first). tokenizer->pieces, decoded, flags, bpe options are set. */
+/* Map the pieces; call once they are set. */
+bool tokenizer_index_pieces(struct tokenizer *tokenizer);
+/* Build the other tables; merges: [n] (rank ascending is first). tokenizer->pieces, decoded, flags, bpe options are set. */
 enum sits_status tokenizer_seal(struct tokenizer *tokenizer, const struct bpe_merge *merges, size_t n_merges, struct sits_error *err)
     SITS_MUST_CHECK;
 /* Add an end-of-turn id once; ids out of range are left out. */

@@ -132,7 +132,7 @@ static enum sits_status build_strings(struct reading *r)
   buf_fini(&all);
   buf_fini(&scratch[0]);
   buf_fini(&scratch[1]);
-  return ok ? SITS_OK : SITS_NOMEM;
+  return ok && tokenizer_index_pieces(tokenizer) ? SITS_OK : SITS_NOMEM;
 }
 
 /* Both texts of a merge, "a b" or ["a", "b"]. */
@@ -164,10 +164,10 @@ static enum sits_status read_merges(struct reading *r)
   size_t i, rank = 0;
   enum sits_status status = SITS_NOMEM;
   struct buf joined;
-  struct bpe_map map = {0};
+  const struct bpe_map *map = &r->tokenizer->piece_map;
   buf_init(&joined, SIZE_MAX / 4);
   r->merges = mem_alloc((json_array_size(list) + 1) * sizeof *r->merges);
-  if (!r->merges || !bpe_map_init(&map, &r->tokenizer->pieces, NULL)) goto out;
+  if (!r->merges) goto out;
   json_array_foreach(list, i, item) {
     const char *text[2];
     size_t n[2];
@@ -177,8 +177,8 @@ static enum sits_status read_merges(struct reading *r)
     }
     buf_clear(&joined);
     if (!buf_append(&joined, text[0], n[0]) || !buf_append(&joined, text[1], n[1])) goto out;
-    int32_t left = bpe_map_get(&map, text[0], n[0]), right = bpe_map_get(&map, text[1], n[1]);
-    int32_t id = bpe_map_get(&map, joined.data, joined.size);
+    int32_t left = bpe_map_get(map, text[0], n[0]), right = bpe_map_get(map, text[1], n[1]);
+    int32_t id = bpe_map_get(map, joined.data, joined.size);
     if (left < 0 || right < 0 || id < 0) {
       status = sits_fail(r->err, SITS_FORMAT, "tokenizer.json: merge %zu has a token that is not in the vocab", i);
       goto out;
@@ -188,7 +188,6 @@ static enum sits_status read_merges(struct reading *r)
   }
   status = SITS_OK;
 out:
-  bpe_map_fini(&map);
   buf_fini(&joined);
   return status;
 }

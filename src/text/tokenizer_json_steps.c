@@ -229,7 +229,9 @@ static enum sits_status read_decoder(struct tokenizer *tokenizer, const json_t *
     status = read_metaspace(value, &step, err);
     if (status) return status;
     if (!replacement) replacement = "\xE2\x96\x81";
-    tokenizer->first_loses_spaces = step.prepend != PRETOK_NEVER;
+    if (step.prepend != PRETOK_NEVER && depth > 0) /* its rule for the first token is kept for it alone */
+      return sits_fail(err, SITS_UNSUPPORTED, "tokenizer.json: decoder Metaspace in a Sequence is not supported");
+    if (step.prepend != PRETOK_NEVER) memcpy(tokenizer->first_drops, step.replacement, sizeof step.replacement);
     return add_op(decoder, &(struct decode_op){.kind = DECODE_REPLACE, .pattern = replacement, .pattern_bytes = strlen(replacement),
                                                .content = " ", .content_bytes = 1}, type, err);
   }

@@ -185,27 +185,49 @@ static void decompose(struct run *run, uint32_t c)
   if (row->second) decompose(run, row->second);
 }
 
+/* Whether NFC leaves a character alone whatever stands before it. */
+static bool is_stable(const char *text, size_t n_bytes, size_t at, size_t *length)
+{
+  unsigned char c = (unsigned char)text[at];
+  if (c < 0xCC) { /* below U+0300 everything is stable */
+    *length = c < 0x80 ? 1 : 2;
+    return true;
+  }
+  return !(lookup(utf8_decode(text + at, n_bytes - at, length)) & 8);
+}
+
+/* Next stretch that NFC may change, from `from` on: it begins with the stable character before the first one that is not, and ends before
+ * the next stable one. False: none. */
+static bool next_unstable(const char *text, size_t n_bytes, size_t from, size_t *start, size_t *end)
+{
+  size_t at = from, previous = from, length;
+  for (; at < n_bytes && is_stable(text, n_bytes, at, &length); at += length) previous = at;
+  if (at >= n_bytes) return false;
+  *start = previous;
+  while (at < n_bytes && !is_stable(text, n_bytes, at, &length)) at += length;
+  *end = at;
+  return true;
+}
+
 bool unicode_normalize(const char *text, size_t n_bytes, bool compose, struct buf *out)
 {
   struct run run = {.capacity = SHORT_RUN, .compose = compose, .out = out};
+  size_t done = 0, start = 0, end = n_bytes, length;
   run.marks = run.local;
-  size_t length;
-  for (size_t i = 0; i < n_bytes && !run.failed; i += length) decompose(&run, utf8_decode(text + i, n_bytes - i, &length));
-  run_flush(&run);
+  while (!run.failed && done < n_bytes) {
+    if (compose && !next_unstable(text, n_bytes, done, &start, &end)) break;
+    if (!buf_append(out, text + done, start - done)) run.failed = true;
+    for (size_t i = start; i < end && !run.failed; i += length) decompose(&run, utf8_decode(text + i, n_bytes - i, &length));
+    run_flush(&run);
+    done = end;
+  }
+  if (!run.failed && !buf_append(out, text + done, n_bytes - done)) run.failed = true;
   if (run.marks != run.local) mem_free(run.marks);
   return !run.failed;
 }
 
 bool unicode_is_surely_nfc(const char *text, size_t n_bytes)
 {
-  size_t length;
-  for (size_t i = 0; i < n_bytes; i += length) {
-    unsigned char c = (unsigned char)text[i];
-    if (c < 0xCC) { /* below U+0300 everything is stable, and so is any lead byte of that range */
-      length = c < 0x80 ? 1 : 2;
-      continue;
-    }
-    if (lookup(utf8_decode(text + i, n_bytes - i, &length)) & 8) return false;
-  }
-  return true;
+  size_t start, end;
+  return !next_unstable(text, n_bytes, 0, &start, &end);
 }
