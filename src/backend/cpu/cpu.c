@@ -108,8 +108,7 @@ static enum sits_status cpu_submit(struct backend_program *p, struct backend_kv 
       p->batch.seq[t] = s;
     }
   cpu_attention_plan(p);
-  for (int32_t i = 0; i < p->program->dims.n_layers; i++) atomic_store_explicit(&p->claimed[i], 0, memory_order_relaxed);
-  cpu_pool_run(p->backend->pool, cpu_run_worker, p);
+  cpu_run(p);
   p->batch.in = NULL;
   p->n_rows_done = batch->n_rows;
   p->compute_us = clock_monotonic_us() - start_us;

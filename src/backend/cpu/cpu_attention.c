@@ -1,12 +1,12 @@
 /* Causal attention over the paged cache, softmax(q k / sqrt(D)) v, with grouped queries and a sliding window.
- * Entry points: cpu_attention_plan (before the run), cpu_attention (each layer).
+ * Entry points: cpu_attention_plan (before the run), cpu_attention_items and cpu_attention_item (each layer).
  *
- * Work split. A block is up to block_tokens consecutive tokens of one sequence; an item is a block and a kv head, claimed from a counter,
- * latest (heaviest) block first. Its rows are the block's tokens times the H/G query heads that share the kv head, so K and V are read
- * once for all of them. The context is walked in chunks of CPU_CHUNK_TOKENS at absolute positions: scores of the chunk, exact softmax
- * inside it, weighted values, then a merge into the row's running (max, sum, output), chunks in ascending order. When there are too few
- * items for the workers (long contexts, few sequences), items are single chunks; their results wait in `partial`, and the worker that
- * finishes a block's last chunk merges them in the same ascending order.
+ * Work split. A block is up to block_tokens consecutive tokens of one sequence; an item is a block and a kv head. Its rows are the block's
+ * tokens times the H/G query heads that share the kv head, so K and V are read once for all of them. The context is walked in chunks of
+ * CPU_CHUNK_TOKENS at absolute positions: scores of the chunk, exact softmax inside it, weighted values, then a merge into the row's
+ * running (max, sum, output), chunks in ascending order. When there are too few items for the workers (long contexts, few sequences),
+ * items are single chunks; their results wait in `partial`, and the worker that finishes a block's last chunk merges them in the same
+ * ascending order.
  *
  * Numerics. f32 throughout. A row's bits depend on its query and its context alone: lanes are tokens (scores) or channels (values), masked
  * tokens add exact zeros, and chunk borders and merge order are fixed. So a token gives the same output alone, inside a prompt, or
@@ -210,16 +210,13 @@ static void chunk_item(struct backend_program *p, const struct cpu_step *step, i
   write_outputs(&it, step, block);
 }
 
-void cpu_attention(struct backend_program *p, const struct cpu_step *step, int32_t worker)
+int32_t cpu_attention_items(const struct backend_program *p)
 {
-  const int32_t G = p->program->dims.n_kv_heads, n_items = p->batch.n_blocks * G;
-  const int32_t n_chunks = p->batch.splits_context ? p->batch.n_chunks : 1;
-  _Atomic int32_t *claimed = &p->claimed[step->op->layer];
-  for (;;) {
-    const int32_t i = atomic_fetch_add_explicit(claimed, 1, memory_order_relaxed);
-    if (i >= n_items * n_chunks) return;
-    const int32_t item = n_items - 1 - i / n_chunks;
-    if (p->batch.splits_context) chunk_item(p, step, worker, item, i % n_chunks);
-    else whole_item(p, step, worker, item);
-  }
+  return p->batch.n_blocks * p->program->dims.n_kv_heads * (p->batch.splits_context ? p->batch.n_chunks : 1);
+}
+
+void cpu_attention_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker)
+{
+  if (p->batch.splits_context) chunk_item(p, step, worker, item / p->batch.n_chunks, item % p->batch.n_chunks);
+  else whole_item(p, step, worker, item);
 }

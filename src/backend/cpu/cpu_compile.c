@@ -96,7 +96,9 @@ static enum sits_status pack_weights(struct backend_program *p, struct sits_erro
   const enum sits_status status = collect_weights(p, err);
   if (status != SITS_OK) return status;
   struct pack_run run = {.p = p};
-  cpu_pool_run(p->backend->pool, pack_worker, &run);
+  const struct cpu_job job = {pack_worker, &run};
+  cpu_pool_help(p->backend->pool, &job);
+  cpu_pool_quiesce(p->backend->pool);
   for (int32_t i = 0; i < p->n_weights; i++) drop_rows(&p->weights[i], 0, cpu_weight_rows(p->weights[i].weight)); /* pages at seams */
   return SITS_OK;
 }
@@ -140,42 +142,74 @@ static enum sits_status expand_vectors(struct backend_program *p, struct sits_er
 
 static int32_t gcd(int32_t a, int32_t b) { return b == 0 ? a : gcd(b, a % b); }
 
-/* Each worker's rows of each part. Parts are laid end to end and cut evenly; for SWIGLU both parts get the same cut. */
-static void split_rows(const struct backend_program *p, struct cpu_step *step)
+/* Cut the parts of a LINEAR into ranges of about CPU_BYTES_PER_ITEM, at multiples of the unit. With SWIGLU the parts share their cuts.
+ * Returns the number of ranges; writes them when `out` is not NULL. */
+static int32_t cut_ranges(struct cpu_step *step, struct cpu_range *out)
+{
+  const int n_lists = (step->op->fused & PROGRAM_FUSE_SWIGLU) ? 1 : step->n_parts;
+  int32_t n = 0;
+  for (int k = 0; k < n_lists; k++) {
+    const int64_t rows = step->parts[k].rows, n_units = (rows + step->unit - 1) / step->unit;
+    const int64_t bytes = (int64_t)cpu_weight_bytes(step->parts[k].weight) * (step->n_parts > n_lists ? 2 : 1);
+    int64_t n_ranges = bytes / CPU_BYTES_PER_ITEM + 1;
+    if (n_ranges > n_units) n_ranges = n_units;
+    for (int64_t i = 0; i < n_ranges; i++, n++) {
+      const int64_t r0 = n_units * i / n_ranges * step->unit, r1 = n_units * (i + 1) / n_ranges * step->unit;
+      if (out != NULL) out[n] = (struct cpu_range){k, r0, r1 < rows ? r1 : rows};
+    }
+  }
+  return n;
+}
+
+/* Panels and ranges are cut at multiples of every part's row tile, and of whole heads where the epilogue works on heads. */
+static void set_unit(const struct backend_program *p, struct cpu_step *step)
 {
   step->unit = (step->op->fused & PROGRAM_FUSE_QKV) ? p->program->dims.head_dim : 1;
-  int64_t total = 0;
   for (int k = 0; k < step->n_parts; k++) {
     const int32_t tile = cpu_weight_row_tile(step->parts[k].weight);
     step->unit = step->unit / gcd(step->unit, tile) * tile;
-    total += step->parts[k].rows;
   }
-  const bool is_joint = (step->op->fused & PROGRAM_FUSE_SWIGLU) != 0;
-  for (int32_t w = 0; w < p->backend->n_threads; w++) {
-    int64_t at = 0, a = total * w / p->backend->n_threads, b = total * (w + 1) / p->backend->n_threads;
-    for (int k = 0; k < step->n_parts; k++) {
-      struct cpu_range *range = &step->ranges[(int64_t)w * PROGRAM_MAX_PARTS + k];
-      const int64_t rows = step->parts[k].rows, unit = step->unit;
-      if (is_joint) {
-        cpu_split(rows, unit, p->backend->n_threads, w, &range->r0, &range->r1);
-        continue;
-      }
-      /* round both cuts to the nearest unit, the same way for both neighbours */
-      const int64_t lo = (a - at + unit / 2) / unit * unit, hi = b == total ? rows : (b - at + unit / 2) / unit * unit;
-      range->r0 = a <= at ? 0 : lo > rows ? rows : lo;
-      range->r1 = b <= at ? 0 : hi > rows ? rows : hi;
-      at += rows;
-    }
+}
+
+static enum sits_status make_ranges(struct backend_program *p, struct sits_error *err)
+{
+  size_t n = 0;
+  for (int32_t i = 0; i < p->n_steps; i++)
+    if (p->steps[i].op->kind == PROGRAM_LINEAR) n += (size_t)cut_ranges(&p->steps[i], NULL);
+  p->ranges = mem_calloc(n + 1, sizeof *p->ranges);
+  if (p->ranges == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  struct cpu_range *at = p->ranges;
+  for (int32_t i = 0; i < p->n_steps; i++) {
+    if (p->steps[i].op->kind != PROGRAM_LINEAR) continue;
+    p->steps[i].ranges = at;
+    p->steps[i].n_ranges = cut_ranges(&p->steps[i], at);
+    at += p->steps[i].n_ranges;
   }
+  return SITS_OK;
+}
+
+static enum sits_status make_phases(struct backend_program *p, struct sits_error *err)
+{
+  p->phases = mem_calloc(2 * (size_t)p->n_steps, sizeof *p->phases);
+  p->shares = mem_aligned(128, (size_t)p->backend->n_threads * sizeof *p->shares);
+  if (p->phases == NULL || p->shares == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  for (int32_t w = 0; w < p->backend->n_threads; w++) atomic_init(&p->shares[w].word, 0);
+  for (int32_t i = 0; i < p->n_steps; i++) {
+    const struct cpu_step *step = &p->steps[i];
+    const enum program_op_kind kind = step->op->kind;
+    if (kind == PROGRAM_LINEAR) p->phases[p->n_phases++] = (struct cpu_phase){step, CPU_PHASE_PREPARE};
+    if (kind != PROGRAM_KV_APPEND) p->phases[p->n_phases++] = (struct cpu_phase){step, CPU_PHASE_MAIN};
+    if (kind == PROGRAM_KV_APPEND || (kind == PROGRAM_ROPE && (step->op->fused & PROGRAM_FUSE_ROPE)))
+      p->phases[p->n_phases++] = (struct cpu_phase){step, CPU_PHASE_APPEND};
+  }
+  return SITS_OK;
 }
 
 static enum sits_status make_steps(struct backend_program *p, struct sits_error *err)
 {
   const struct program *program = p->program;
-  const size_t n_ranges = (size_t)program->n_ops * (size_t)p->backend->n_threads * PROGRAM_MAX_PARTS;
   p->steps = mem_calloc((size_t)program->n_ops, sizeof *p->steps);
-  p->ranges = mem_calloc(n_ranges, sizeof *p->ranges);
-  if (p->steps == NULL || p->ranges == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  if (p->steps == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
   p->n_steps = program->n_ops;
   for (int32_t i = 0; i < program->n_ops; i++) {
     const struct program_op *op = &program->ops[i];
@@ -185,14 +219,14 @@ static enum sits_status make_steps(struct backend_program *p, struct sits_error 
     step->in_width = op->in[0] == PROGRAM_NONE ? 0 : program->buffers[op->in[0]].width;
     step->out_width = op->out[0] == PROGRAM_NONE ? 0 : program->buffers[op->out[0]].width;
     step->n_parts = op->n_parts;
-    step->ranges = p->ranges + (size_t)i * (size_t)p->backend->n_threads * PROGRAM_MAX_PARTS;
     for (int k = 0; k < op->n_parts; k++) {
       step->parts[k].weight = find_weight(p, op->parts[k].weight)->weight;
       step->parts[k].rows = op->parts[k].weight->dims[0];
     }
-    if (op->n_parts > 0) split_rows(p, step);
+    set_unit(p, step);
   }
-  return SITS_OK;
+  const enum sits_status status = make_ranges(p, err);
+  return status != SITS_OK ? status : make_phases(p, err);
 }
 
 /* ---- arena: two passes over the same walk, the first to measure, the second to hand out ---- */
@@ -276,7 +310,6 @@ static void lay_out(struct backend_program *p, struct layout *l)
   for (int f = 0; f < CPU_ACT_FORMATS; f++) p->act[f] = carve(l, act[f]);
   p->normed = carve_floats(l, most * (size_t)widest);
   p->partial = carve_floats(l, (size_t)p->split_rows * (size_t)p->max_chunks * (dv + 2));
-  p->claimed = carve(l, (size_t)dims->n_layers * sizeof *p->claimed);
   p->finished = carve(l, (size_t)p->split_rows * sizeof *p->finished);
   p->batch.blocks = carve(l, (T / (size_t)p->block_tokens + R + 1) * sizeof *p->batch.blocks);
   p->batch.page = carve(l, T * sizeof(int32_t));
@@ -320,8 +353,10 @@ enum sits_status cpu_compile(struct backend *backend, const struct program *prog
 {
   enum sits_status status = program_check(program, err);
   if (status != SITS_OK) return status;
-  struct backend_program *p = mem_calloc(1, sizeof *p);
+  struct backend_program *p = mem_aligned(128, sizeof *p);
   if (p == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  memset(p, 0, sizeof *p);
+  p->job = (struct cpu_job){cpu_run_worker, p};
   p->backend = backend;
   p->program = program;
   p->max_tokens = backend->options.max_batch_tokens;
@@ -341,11 +376,14 @@ fail:
 void cpu_program_destroy(struct backend_program *p)
 {
   if (p == NULL) return;
+  cpu_pool_quiesce(p->backend->pool); /* late workers may still look at the run */
   for (int32_t i = 0; i < p->n_weights; i++) cpu_weight_destroy(p->weights[i].weight);
   mem_free(p->weights);
   mem_free(p->region);
   mem_free(p->steps);
   mem_free(p->ranges);
+  mem_free(p->phases);
+  mem_free(p->shares);
   mem_free(p->vectors);
   mem_free(p->buffers);
   mem_free(p->workers);

@@ -1,5 +1,5 @@
-/* LINEAR and its fusions: make the activation ready, multiply this worker's rows panel by panel, finish each panel while it is in cache.
- * Entry point: cpu_linear. */
+/* LINEAR and its fusions: make the activation ready, multiply a range of rows panel by panel, finish each panel while it is in cache.
+ * Entry points: cpu_linear_prepare, cpu_linear_item. */
 #include <string.h>
 
 #include "backend/cpu/cpu_program.h"
@@ -25,25 +25,17 @@ static void quantize(const struct linear *l, const float *x, int32_t t0, int32_t
   }
 }
 
-/* Normalise where fused, then quantise: everything by each worker when there are few tokens, shared out otherwise. */
-static void prepare(struct linear *l, int32_t worker)
+/* Normalise where fused, then quantise tokens t0..t1 into act. normed: room for those rows at their places. */
+static void prepare(const struct linear *l, int32_t t0, int32_t t1, float *normed, void *const act[CPU_ACT_FORMATS])
 {
-  struct backend_program *p = l->p;
-  const int32_t width = l->step->in_width;
-  const bool has_norm = (l->step->op->fused & PROGRAM_FUSE_NORM) != 0, is_private = l->n <= CPU_PRIVATE_TOKENS;
-  int64_t t0 = 0, t1 = l->n;
-  if (!is_private) cpu_split(l->n, 4, p->backend->n_threads, worker, &t0, &t1);
+  const int64_t width = l->step->in_width;
   const float *x = l->step->in[0];
-  if (has_norm) {
-    float *normed = is_private ? l->worker->normed : p->normed;
-    for (int64_t t = t0; t < t1; t++)
-      l->ops->rmsnorm(x + t * width, l->step->gain, width, p->program->dims.rms_eps, normed + t * width);
+  if (l->step->op->fused & PROGRAM_FUSE_NORM) {
+    for (int32_t t = t0; t < t1; t++)
+      l->ops->rmsnorm(x + t * width, l->step->gain, (int32_t)width, l->p->program->dims.rms_eps, normed + t * width);
     x = normed;
   }
-  void *const *act = is_private ? l->worker->act : p->act;
-  if (t0 < t1) quantize(l, x, (int32_t)t0, (int32_t)t1, act);
-  if (!is_private) cpu_pool_barrier(p->backend->pool);
-  for (int f = 0; f < CPU_ACT_FORMATS; f++) l->act[f] = act[f];
+  quantize(l, x, t0, t1, act);
 }
 
 /* Rows r0..r1, row r0 landing at y[0]; cpu_matmul itself counts from row 0. */
@@ -64,10 +56,10 @@ static int64_t panel_rows(const struct linear *l, int n_strips)
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Plain outputs go straight to their buffers. */
-static void plain_part(const struct linear *l, int i, struct cpu_range range)
+static void plain_part(const struct linear *l, struct cpu_range range)
 {
-  const struct cpu_part *part = &l->step->parts[i];
-  if (range.r0 < range.r1) multiply(l, part, range.r0, range.r1, l->step->out[i] + range.r0, part->rows);
+  const struct cpu_part *part = &l->step->parts[range.part];
+  multiply(l, part, range.r0, range.r1, l->step->out[range.part] + range.r0, part->rows);
 }
 
 static void add_part(const struct linear *l, struct cpu_range range)
@@ -113,32 +105,42 @@ static void finish_head(const struct linear *l, int part, int32_t t, int32_t hea
   else cpu_store_v(l->p, l->step->op->layer, t, head, x);
 }
 
-static void qkv_part(const struct linear *l, int i, struct cpu_range range)
+static void qkv_part(const struct linear *l, struct cpu_range range)
 {
   const int32_t D = l->p->program->dims.head_dim;
   const int64_t panel = panel_rows(l, 1);
   for (int64_t r0 = range.r0; r0 < range.r1; r0 += panel) {
     const int64_t r1 = least(r0 + panel, range.r1), n = r1 - r0;
-    multiply(l, &l->step->parts[i], r0, r1, l->worker->strip, n);
+    multiply(l, &l->step->parts[range.part], r0, r1, l->worker->strip, n);
     for (int32_t t = 0; t < l->n; t++)
-      for (int64_t r = 0; r < n; r += D) finish_head(l, i, t, (int32_t)((r0 + r) / D), l->worker->strip + t * n + r);
+      for (int64_t r = 0; r < n; r += D) finish_head(l, range.part, t, (int32_t)((r0 + r) / D), l->worker->strip + t * n + r);
   }
 }
 
-void cpu_linear(struct backend_program *p, const struct cpu_step *step, int32_t worker)
+static struct linear linear_of(struct backend_program *p, const struct cpu_step *step, int32_t worker)
 {
-  struct linear l = {.p = p, .step = step, .ops = p->backend->ops, .worker = &p->workers[worker],
-                     .n = step->is_rows ? p->batch.in->n_rows : p->batch.in->n_tokens};
-  const struct cpu_range *ranges = step->ranges + (int64_t)worker * PROGRAM_MAX_PARTS;
-  prepare(&l, worker);
-  if (step->op->fused & PROGRAM_FUSE_SWIGLU) {
-    swiglu_parts(&l, ranges[0]);
-  } else if (step->op->fused & PROGRAM_FUSE_ADD) {
-    add_part(&l, ranges[0]);
-  } else {
-    for (int i = 0; i < step->n_parts; i++) {
-      if (step->op->fused & PROGRAM_FUSE_QKV) qkv_part(&l, i, ranges[i]);
-      else plain_part(&l, i, ranges[i]);
-    }
+  return (struct linear){.p = p, .step = step, .ops = p->backend->ops, .worker = &p->workers[worker], .n = cpu_step_tokens(p, step)};
+}
+
+void cpu_linear_prepare(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker)
+{
+  const struct linear l = linear_of(p, step, worker);
+  const int32_t t0 = item * CPU_TOKENS_PER_ITEM, t1 = t0 + CPU_TOKENS_PER_ITEM;
+  prepare(&l, t0, t1 < l.n ? t1 : l.n, p->normed, p->act);
+}
+
+void cpu_linear_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker, uint32_t tag)
+{
+  struct linear l = linear_of(p, step, worker);
+  const struct cpu_range range = step->ranges[item];
+  const bool is_private = l.n <= CPU_PRIVATE_TOKENS;
+  if (is_private && l.worker->prepared != tag) {
+    prepare(&l, 0, l.n, l.worker->normed, l.worker->act);
+    l.worker->prepared = tag;
   }
+  for (int f = 0; f < CPU_ACT_FORMATS; f++) l.act[f] = is_private ? l.worker->act[f] : p->act[f];
+  if (step->op->fused & PROGRAM_FUSE_SWIGLU) swiglu_parts(&l, range);
+  else if (step->op->fused & PROGRAM_FUSE_ADD) add_part(&l, range);
+  else if (step->op->fused & PROGRAM_FUSE_QKV) qkv_part(&l, range);
+  else plain_part(&l, range);
 }

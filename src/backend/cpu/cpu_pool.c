@@ -1,16 +1,15 @@
-/* Spin-then-futex worker pool; see cpu_pool.h.
+/* Spin-then-futex gates and the worker pool; see cpu_pool.h.
  *
- * Both the barrier and the start of a run are one word, a generation number, that waiters watch and a releaser increments. A waiter
- * that has spun in vain counts itself in `n_asleep` before it sleeps on the word, and the releaser makes the wake call only when that
- * count is not zero: sequentially consistent order on both words makes a lost wake-up impossible (either the releaser sees the sleeper,
- * or the sleeper's futex call sees the new generation and returns at once). */
+ * A waiter that has spun in vain counts itself in n_asleep before it sleeps on the value, and the setter makes the wake call only when
+ * that count is not zero. Sequentially consistent order on both words makes a lost wake-up impossible: either the setter sees the
+ * sleeper, or the sleeper's futex call sees the new value and returns at once. A worker marks itself inside before it looks for the
+ * job, so that cpu_pool_quiesce, which takes the job away before it looks at the marks, cannot miss it. */
 #include "backend/cpu/cpu_pool.h"
 
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
@@ -19,24 +18,16 @@
 
 #include "base/mem.h"
 
-#define SPINS_BARRIER 2000   /* about 40 us: several times the longest wait when nobody else wants the cores */
 #define SPINS_IDLE 10000     /* about 200 us: bridges the sampling between two decode steps */
 
-/* A generation number with its sleepers, alone on a pair of cache lines (the prefetcher pulls neighbours). */
-struct gate {
-  _Alignas(128) _Atomic uint32_t generation;
-  _Atomic uint32_t n_asleep;
-};
-
 struct cpu_pool {
-  struct gate barrier, start;
-  _Alignas(128) _Atomic int32_t n_arrived;
+  struct cpu_gate start;       /* grows by one with each job */
+  _Alignas(128) _Atomic int32_t n_inside; /* workers that may touch the job */
+  _Atomic(const struct cpu_job *) job;    /* NULL: none */
+  atomic_bool is_stopping;
   int32_t n_threads;           /* [init] */
   int32_t n_started;           /* [init] threads to join */
   pthread_t *threads;          /* [init] [n_threads - 1] */
-  cpu_pool_fn fn;              /* written before start is opened, read after */
-  void *arg;
-  bool is_stopping;
 };
 
 struct worker_start { struct cpu_pool *pool; int32_t worker; };
@@ -48,34 +39,23 @@ static void pause_cpu(void)
 #endif
 }
 
-static void gate_wait(struct gate *gate, uint32_t seen, int32_t spins)
+uint32_t cpu_gate_wait(struct cpu_gate *gate, uint32_t seen, int32_t spins)
 {
+  uint32_t value;
   for (int32_t i = 0; i < spins; i++) {
-    if (atomic_load_explicit(&gate->generation, memory_order_acquire) != seen) return;
+    if ((value = atomic_load_explicit(&gate->value, memory_order_acquire)) != seen) return value;
     pause_cpu();
   }
   atomic_fetch_add(&gate->n_asleep, 1);
-  while (atomic_load(&gate->generation) == seen)
-    syscall(SYS_futex, &gate->generation, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+  while ((value = atomic_load(&gate->value)) == seen) syscall(SYS_futex, &gate->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
   atomic_fetch_sub(&gate->n_asleep, 1);
+  return value;
 }
 
-static void gate_open(struct gate *gate)
+void cpu_gate_set(struct cpu_gate *gate, uint32_t value)
 {
-  atomic_fetch_add(&gate->generation, 1);
-  if (atomic_load(&gate->n_asleep) != 0) syscall(SYS_futex, &gate->generation, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
-}
-
-void cpu_pool_barrier(struct cpu_pool *pool)
-{
-  if (pool->n_threads == 1) return;
-  const uint32_t seen = atomic_load_explicit(&pool->barrier.generation, memory_order_relaxed);
-  if (atomic_fetch_add(&pool->n_arrived, 1) + 1 == pool->n_threads) {
-    atomic_store_explicit(&pool->n_arrived, 0, memory_order_relaxed); /* nobody arrives again before the gate opens */
-    gate_open(&pool->barrier);
-  } else {
-    gate_wait(&pool->barrier, seen, SPINS_BARRIER);
-  }
+  atomic_store(&gate->value, value);
+  if (atomic_load(&gate->n_asleep) != 0) syscall(SYS_futex, &gate->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
 static void *worker_main(void *arg)
@@ -84,21 +64,29 @@ static void *worker_main(void *arg)
   struct cpu_pool *pool = start->pool;
   const int32_t worker = start->worker;
   mem_free(start);
-  for (uint32_t seen = 0;; seen++) {
-    gate_wait(&pool->start, seen, SPINS_IDLE);
-    if (pool->is_stopping) return NULL;
-    pool->fn(pool->arg, worker);
-    cpu_pool_barrier(pool);
+  for (uint32_t seen = 0;;) {
+    seen = cpu_gate_wait(&pool->start, seen, SPINS_IDLE);
+    if (atomic_load(&pool->is_stopping)) return NULL;
+    atomic_fetch_add(&pool->n_inside, 1);
+    const struct cpu_job *job = atomic_load(&pool->job);
+    if (job != NULL) job->fn(job->arg, worker);
+    atomic_fetch_sub(&pool->n_inside, 1);
   }
 }
 
-void cpu_pool_run(struct cpu_pool *pool, cpu_pool_fn fn, void *arg)
+void cpu_pool_help(struct cpu_pool *pool, const struct cpu_job *job)
 {
-  pool->fn = fn;
-  pool->arg = arg;
-  if (pool->n_threads > 1) gate_open(&pool->start);
-  fn(arg, 0);
-  cpu_pool_barrier(pool);
+  if (pool->n_threads > 1) {
+    atomic_store(&pool->job, job);
+    cpu_gate_set(&pool->start, atomic_load_explicit(&pool->start.value, memory_order_relaxed) + 1);
+  }
+  job->fn(job->arg, 0);
+}
+
+void cpu_pool_quiesce(struct cpu_pool *pool)
+{
+  atomic_store(&pool->job, NULL);
+  while (atomic_load(&pool->n_inside) != 0) sched_yield(); /* only when weights were packed or a program ends */
 }
 
 int32_t cpu_pool_threads(const struct cpu_pool *pool) { return pool->n_threads; }
@@ -151,8 +139,8 @@ void cpu_pool_destroy(struct cpu_pool *pool)
 {
   if (pool == NULL) return;
   if (pool->n_started > 0) {
-    pool->is_stopping = true;
-    gate_open(&pool->start);
+    atomic_store(&pool->is_stopping, true);
+    cpu_gate_set(&pool->start, atomic_load(&pool->start.value) + 1);
     for (int32_t i = 0; i < pool->n_started; i++) pthread_join(pool->threads[i], NULL);
   }
   mem_free(pool->threads);

@@ -1,32 +1,48 @@
-/* Worker pool of the CPU backend: n threads that run one function together, with cheap barriers inside it.
+/* Worker pool of the CPU backend: threads that help the calling thread with a job, and the gate that they wait at.
  *
- * The calling thread is worker 0; the others wait between runs. All waiting spins for some microseconds first (a step has a few barriers
- * a layer, each far shorter than a futex call) and then sleeps, so that an idle or crowded machine is not burnt.
+ * A job is a function that every worker may run, the caller being worker 0. The pool makes no promise that the others come: a worker
+ * whose core was taken away arrives late or after the end, so a job must be written such that whoever is there can do all of it.
+ * Waiting spins for some microseconds first (steps hand over to each other far faster than a futex call) and then sleeps, so that a
+ * crowded machine can use the core for the thread that is waited for.
  *
- * Rules: 1. One thread at a time calls cpu_pool_run. 2. Inside a run every worker makes the same sequence of cpu_pool_barrier calls.
- * 3. What a worker wrote before a barrier, or before the end of the run, is seen by all after it.
+ * Rules: 1. One thread at a time calls cpu_pool_help and cpu_pool_quiesce. 2. After cpu_pool_help a worker may still be inside the job, or
+ * enter it late, until cpu_pool_quiesce returns: the job and all it points at stay valid until then.
  */
 #ifndef SITS_BACKEND_CPU_CPU_POOL_H
 #define SITS_BACKEND_CPU_CPU_POOL_H
 
+#include <stdatomic.h>
 #include <stdint.h>
 
 #include "sits2026/status.h"
 
-struct cpu_pool;
-typedef void (*cpu_pool_fn)(void *arg, int32_t worker);
+/* A number that only grows (modulo 2^32) with its sleepers, alone on a pair of cache lines (prefetchers pull neighbours). */
+struct cpu_gate {
+  _Alignas(128) _Atomic uint32_t value;
+  _Atomic uint32_t n_asleep;
+};
 
-/* n_threads >= 1; starts n_threads - 1 threads. */
+/* Wait until the value differs from `seen`; returns the new value. What was written before it was set is visible. */
+uint32_t cpu_gate_wait(struct cpu_gate *gate, uint32_t seen, int32_t spins);
+void cpu_gate_set(struct cpu_gate *gate, uint32_t value);
+
+struct cpu_pool;
+struct cpu_job {
+  void (*fn)(void *arg, int32_t worker);
+  void *arg;
+};
+
+/* n_threads >= 1, the caller counted; starts n_threads - 1 threads. */
 enum sits_status cpu_pool_create(int32_t n_threads, struct cpu_pool **out, struct sits_error *err) SITS_MUST_CHECK;
 int32_t cpu_pool_threads(const struct cpu_pool *pool);
 
-/* Run fn(arg, worker) on every worker, this thread being worker 0; returns when all have returned. */
-void cpu_pool_run(struct cpu_pool *pool, cpu_pool_fn fn, void *arg);
+/* Offer the job to the workers and run it here as worker 0; returns when this thread's part has returned. */
+void cpu_pool_help(struct cpu_pool *pool, const struct cpu_job *job);
 
-/* Wait until every worker of the run is here. Only inside a run. */
-void cpu_pool_barrier(struct cpu_pool *pool);
+/* Withdraw the job and wait until no worker is inside. */
+void cpu_pool_quiesce(struct cpu_pool *pool);
 
-void cpu_pool_destroy(struct cpu_pool *pool); /* no run in progress; NULL is fine */
+void cpu_pool_destroy(struct cpu_pool *pool); /* NULL is fine */
 
 /* Cores this process may run on. */
 int32_t cpu_pool_default_threads(void);

@@ -1,11 +1,17 @@
 /* Private to the CPU backend: a compiled program, its workers' scratch, and the batch in flight.
  *
- * Main path: submit (cpu.c) checks the batch and fills struct cpu_batch -> cpu_pool_run(cpu_run_worker) -> every worker walks the same
- * list of steps, one function a step (cpu_run.c, cpu_linear.c, cpu_attention.c), with a barrier after each.
+ * Vocabulary: a program is a list of steps (one an op); a step is one or two phases; a phase is a number of independent items (some rows
+ * of a weight, some tokens, some heads of the attention), and ends when all its items are done.
  *
- * Rules: 1. Everything is allocated by cpu_compile; running allocates nothing. 2. Who computes a value may depend on the batch, its bits
- * may not: token splits, row splits and context splits never change an order of summation. 3. Fields are written by one worker at a time:
- * [init] by compile, [submit] by the calling thread before the run, [worker] by that worker during it, [shared] between barriers.
+ * Main path: submit (cpu.c) checks the batch, plans the attention, opens the first phase and lets the pool help with cpu_run_worker
+ * (cpu_run.c): every worker claims items of the current phase, its own share first, then what others have not begun; whoever finishes the
+ * last item opens the next phase. So a worker whose core was taken away holds the others up for one item, not for a whole share at
+ * every phase. Items are done by cpu_linear.c, cpu_attention.c and cpu_steps.c.
+ *
+ * Rules: 1. Everything is allocated by cpu_compile; running allocates nothing. 2. Who computes a value may depend on the batch and on
+ * chance, its bits may not: items never change an order of summation. 3. A worker reads the batch only while it holds an item: without
+ * one it may be late, and the batch another. 4. Fields are written by one worker at a time: [init] by compile, [submit] by the calling
+ * thread before the run, [worker] by that worker during it, [shared] in one phase and read in later ones.
  */
 #ifndef SITS_BACKEND_CPU_CPU_PROGRAM_H
 #define SITS_BACKEND_CPU_CPU_PROGRAM_H
@@ -22,7 +28,9 @@
 #include "backend/program.h"
 
 #define CPU_ACT_FORMATS 2            /* rows of enum cpu_act_format */
-#define CPU_PRIVATE_TOKENS 2         /* up to this many tokens each worker normalises and quantises for itself: cheaper than a barrier */
+#define CPU_PRIVATE_TOKENS 2         /* up to this many tokens each worker normalises and quantises for itself: cheaper than a phase */
+#define CPU_TOKENS_PER_ITEM 8        /* of the steps that work token by token */
+#define CPU_BYTES_PER_ITEM (64 << 10) /* of packed weight in one item of a LINEAR, about: a few microseconds of reading */
 #define CPU_CHUNK_PAGES 4            /* pages of one attention chunk; a row's partial results are merged chunk by chunk, always */
 #define CPU_CHUNK_TOKENS (CPU_CHUNK_PAGES * KV_PAGE_TOKENS)
 #define CPU_ATTENTION_ROWS 48        /* target rows (tokens of a block times H/G) that read a page together */
@@ -41,7 +49,7 @@ struct cpu_part {
   int64_t rows;
 };
 
-struct cpu_range { int64_t r0, r1; };
+struct cpu_range { int32_t part; int64_t r0, r1; };
 
 struct cpu_step {                    /* all [init] */
   const struct program_op *op;
@@ -50,12 +58,21 @@ struct cpu_step {                    /* all [init] */
   int32_t in_width, out_width;       /* of in[0] and out[0]; 0 = none */
   int32_t n_parts;
   struct cpu_part parts[PROGRAM_MAX_PARTS];
-  struct cpu_range *ranges;          /* [n_threads][PROGRAM_MAX_PARTS] rows that each worker owns */
+  struct cpu_range *ranges;          /* [n_ranges] the items of a LINEAR; with SWIGLU a range counts for both parts */
+  int32_t n_ranges;
   int32_t unit;                      /* rows: panels are cut at multiples of it */
   const float *gain, *q_gain, *k_gain;
 };
 
+enum cpu_phase_kind { CPU_PHASE_PREPARE, CPU_PHASE_MAIN, CPU_PHASE_APPEND };
+
+struct cpu_phase { const struct cpu_step *step; enum cpu_phase_kind kind; };
+
+/* A worker's share of the current phase: tag of the phase (32 bits), next claim and end (16 each), alone on its cache lines. */
+struct cpu_share { _Alignas(128) _Atomic uint64_t word; };
+
 struct cpu_worker {                  /* own cache lines */
+  uint32_t prepared;                 /* tag of the phase whose private activation is ready */
   void *act[CPU_ACT_FORMATS];        /* CPU_PRIVATE_TOKENS tokens */
   float *normed;                     /* [CPU_PRIVATE_TOKENS][widest input] */
   float *strip;                      /* outputs of a panel before the epilogue: [strip_floats] */
@@ -84,12 +101,21 @@ struct cpu_batch {                   /* [submit] */
 struct cpu_weight_entry { const struct sits_utd *utd; struct cpu_weight *weight; };
 
 struct backend_program {
+  /* the run: a phase's tag is run_base + its index, and the gate's value is the tag of the phase that is open */
+  struct cpu_gate gate;
+  _Alignas(128) _Atomic int32_t n_done; /* claims of the open phase that are finished */
+  _Alignas(128) _Atomic uint32_t run_base; /* [submit] */
+  struct cpu_share *shares;          /* [n_threads] */
+  int32_t n_claims, n_items, grain;  /* of the open phase: grain items a claim */
   struct backend *backend;
   const struct program *program;
   int32_t max_tokens, max_rows;      /* rows of T and R buffers */
   int32_t n_steps, n_weights;
   struct cpu_step *steps;            /* [n_steps] */
   struct cpu_range *ranges;          /* of all steps */
+  int32_t n_phases;
+  struct cpu_phase *phases;          /* [n_phases] */
+  struct cpu_job job;                /* cpu_run_worker on this program */
   struct cpu_weight_entry *weights;  /* [n_weights] */
   void *region;                      /* packed weights */
   float *vectors;                    /* biases and gains */
@@ -104,7 +130,6 @@ struct backend_program {
   int32_t block_tokens;              /* tokens of a full block */
   int32_t split_rows, max_chunks;    /* room for partial results */
   float *partial;                    /* [split_rows][max_chunks][Dv + 2]: acc, max, sum [shared] */
-  _Atomic int32_t *claimed;          /* [n_layers] next attention item */
   _Atomic int32_t *finished;         /* [split_rows] chunks done of a block and head; 0 between runs */
   struct cpu_batch batch;
   int64_t compute_us;                /* of the last run */
@@ -116,12 +141,20 @@ enum sits_status cpu_compile(struct backend *backend, const struct program *prog
     SITS_MUST_CHECK;
 void cpu_program_destroy(struct backend_program *program);
 
-/* What each worker does for a batch. arg: struct backend_program. */
+/* Run the batch in p->batch to its end, with whatever workers come. */
+void cpu_run(struct backend_program *p);
+/* What a worker does: arg is the struct backend_program. */
 void cpu_run_worker(void *arg, int32_t worker);
 
-/* Steps that have files of their own. No barrier at their end. */
-void cpu_linear(struct backend_program *p, const struct cpu_step *step, int32_t worker);
-void cpu_attention(struct backend_program *p, const struct cpu_step *step, int32_t worker);
+/* Items of a phase for the current batch, and one of them. tag: the phase's. */
+int32_t cpu_phase_items(const struct backend_program *p, const struct cpu_phase *phase);
+void cpu_phase_item(struct backend_program *p, const struct cpu_phase *phase, int32_t item, int32_t worker, uint32_t tag);
+
+/* LINEAR. prepare: normalise and quantise CPU_TOKENS_PER_ITEM tokens for all; item: one range of rows. */
+void cpu_linear_prepare(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker);
+void cpu_linear_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker, uint32_t tag);
+int32_t cpu_attention_items(const struct backend_program *p);
+void cpu_attention_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker);
 void cpu_attention_plan(struct backend_program *p); /* [submit] blocks and split of the batch */
 
 /* Head h of token t, D values after bias: norm, rotate, store. Shared by the fused and the plain ops. */
@@ -130,13 +163,10 @@ void cpu_store_v(struct backend_program *p, int32_t layer, int32_t t, int32_t he
 /* Hadamard over the largest power of two that divides D, block by block; its own inverse. */
 void cpu_rotate_head(const struct cpu_ops *ops, float *x, int32_t head_dim);
 
-/* Part `worker` of n items, in multiples of `multiple`. */
-static inline void cpu_split(int64_t n, int64_t multiple, int32_t n_workers, int32_t worker, int64_t *i0, int64_t *i1)
+/* Rows of a step's buffers in this batch: T or R. */
+static inline int32_t cpu_step_tokens(const struct backend_program *p, const struct cpu_step *step)
 {
-  const int64_t units = (n + multiple - 1) / multiple;
-  const int64_t a = units * worker / n_workers * multiple, b = units * (worker + 1) / n_workers * multiple;
-  *i0 = a < n ? a : n;
-  *i1 = b < n ? b : n;
+  return step->is_rows ? p->batch.in->n_rows : p->batch.in->n_tokens;
 }
 
 #endif

@@ -1,194 +1,87 @@
-/* Running a compiled program: the walk over its steps and the steps that are a few lines each. Entry point: cpu_run_worker. */
-#include <math.h>
-#include <string.h>
-
+/* The run of a batch: phases opened one after the other, their items claimed by whichever workers are there.
+ * Entry points: cpu_run (calling thread), cpu_run_worker (every worker).
+ *
+ * Each worker has a share of the open phase's items, one 64-bit word: the phase's tag, the next claim and the end. Claiming is a
+ * compare-and-swap that fails when the tag is not the one the worker saw, so a worker that slept through the end of a phase (or of the
+ * run, or into the next run) takes nothing by mistake. A worker claims from its own share, then from the others', so that weights
+ * stay with the core that read them last time while everybody keeps up. Finished claims are counted; who counts the last one
+ * computes the next phase's items, deals the shares, and sets the gate to the new tag. */
 #include "backend/cpu/cpu_program.h"
 
-static int32_t n_tokens_of(const struct backend_program *p, const struct cpu_step *step)
+#define SPINS_PHASE 1000     /* about 20 us: longer than most phases of a small model, shorter than a time slice by far */
+#define MAX_CLAIMS 60000     /* of one phase: claims are counted in 16 bits */
+
+static uint64_t share_word(uint32_t tag, int32_t next, int32_t end)
 {
-  return step->is_rows ? p->batch.in->n_rows : p->batch.in->n_tokens;
+  return (uint64_t)tag << 32 | (uint64_t)(uint32_t)next << 16 | (uint64_t)(uint32_t)end;
 }
 
-/* This worker's tokens of a step. */
-static void my_tokens(const struct backend_program *p, const struct cpu_step *step, int32_t worker, int64_t *t0, int64_t *t1)
+/* Open the first phase from `index` on that has work; the run is over when there is none. */
+static void open_phase(struct backend_program *p, uint32_t base, int32_t index)
 {
-  cpu_split(n_tokens_of(p, step), 1, p->backend->n_threads, worker, t0, t1);
-}
-
-/* cos and sin of every token's angles, with the sign folded into the sine (cpu_ops.h). The angle is rounded to f32 as the reference
- * implementations do; its cosine is then exact to f32. */
-static void fill_rotations(struct backend_program *p, int32_t worker)
-{
-  const struct program_rope *rope = &p->program->rope;
-  const int32_t half = rope->dims / 2;
-  const bool is_interleaved = rope->style == PROGRAM_ROPE_INTERLEAVED;
-  int64_t t0, t1;
-  cpu_split(p->batch.in->n_tokens, 1, p->backend->n_threads, worker, &t0, &t1);
-  for (int64_t t = t0; t < t1; t++) {
-    float *c = p->batch.cosines + t * rope->dims, *s = p->batch.sines + t * rope->dims;
-    for (int32_t i = 0; i < half; i++) {
-      const double angle = (float)p->batch.in->positions[t] * rope->inv_freq[i];
-      double sine, cosine;
-      sincos(angle, &sine, &cosine);
-      const int32_t a = is_interleaved ? 2 * i : i, b = is_interleaved ? 2 * i + 1 : half + i;
-      c[a] = c[b] = (float)cosine * rope->magnitude;
-      s[b] = (float)sine * rope->magnitude;
-      s[a] = -s[b];
+  int32_t n = 0;
+  while (index < p->n_phases && (n = cpu_phase_items(p, &p->phases[index])) == 0) index++;
+  const uint32_t tag = base + (uint32_t)index;
+  if (index < p->n_phases) {
+    const int32_t n_workers = p->backend->n_threads;
+    p->n_items = n;
+    p->grain = (n + MAX_CLAIMS - 1) / MAX_CLAIMS;
+    p->n_claims = (n + p->grain - 1) / p->grain;
+    atomic_store_explicit(&p->n_done, 0, memory_order_relaxed);
+    for (int32_t w = 0; w < n_workers; w++) {
+      const int32_t from = (int32_t)((int64_t)p->n_claims * w / n_workers), to = (int32_t)((int64_t)p->n_claims * (w + 1) / n_workers);
+      atomic_store_explicit(&p->shares[w].word, share_word(tag, from, to), memory_order_release);
     }
+  }
+  cpu_gate_set(&p->gate, tag);
+}
+
+/* The next claim of a share, -1 when it is used up or belongs to another phase. */
+static int32_t claim(struct cpu_share *share, uint32_t tag)
+{
+  uint64_t word = atomic_load_explicit(&share->word, memory_order_acquire);
+  for (;;) {
+    const int32_t next = (int32_t)(word >> 16 & 0xffff), end = (int32_t)(word & 0xffff);
+    if ((uint32_t)(word >> 32) != tag || next >= end) return -1;
+    if (atomic_compare_exchange_weak_explicit(&share->word, &word, share_word(tag, next + 1, end), memory_order_acq_rel,
+                                              memory_order_acquire))
+      return next;
   }
 }
 
-static void run_embed(struct backend_program *p, const struct cpu_step *step, int32_t worker)
+/* Do what can be claimed of a phase; returns the number of claims. */
+static int32_t work(struct backend_program *p, const struct cpu_phase *phase, uint32_t tag, int32_t worker)
 {
-  int64_t t0, t1;
-  my_tokens(p, step, worker, &t0, &t1);
-  for (int64_t t = t0; t < t1; t++)
-    cpu_weight_row(step->parts[0].weight, p->batch.in->tokens[t], step->out[0] + t * step->out_width);
-}
-
-static void run_rmsnorm(struct backend_program *p, const struct cpu_step *step, int32_t worker)
-{
-  const int32_t n = step->in_width;
-  int64_t t0, t1;
-  my_tokens(p, step, worker, &t0, &t1);
-  for (int64_t t = t0; t < t1; t++)
-    p->backend->ops->rmsnorm(step->in[0] + t * n, step->gain, n, p->program->dims.rms_eps, step->out[0] + t * n);
-}
-
-static void run_head_norm(struct backend_program *p, const struct cpu_step *step, int32_t worker)
-{
-  const int32_t n = step->in_width, D = p->program->dims.head_dim;
-  int64_t t0, t1;
-  my_tokens(p, step, worker, &t0, &t1);
-  for (int64_t i = t0 * n; i < t1 * n; i += D)
-    p->backend->ops->rmsnorm(step->in[0] + i, step->gain, D, p->program->dims.rms_eps, step->out[0] + i);
-}
-
-static void rotate(const struct backend_program *p, int64_t t, float *x)
-{
-  const struct program_rope *rope = &p->program->rope;
-  p->backend->ops->rope(x, p->batch.cosines + t * rope->dims, p->batch.sines + t * rope->dims, rope->dims,
-                        rope->style == PROGRAM_ROPE_INTERLEAVED);
-}
-
-static void run_rope(struct backend_program *p, const struct cpu_step *step, int32_t worker)
-{
-  const int32_t n = step->in_width, D = p->program->dims.head_dim, G = p->program->dims.n_kv_heads;
-  const float eps = p->program->dims.rms_eps;
-  const bool is_fused = (step->op->fused & PROGRAM_FUSE_ROPE) != 0;
-  int64_t t0, t1;
-  my_tokens(p, step, worker, &t0, &t1);
-  for (int64_t t = t0; t < t1; t++) {
-    float *x = step->out[0] + t * n;
-    if (x != step->in[0] + t * n) memcpy(x, step->in[0] + t * n, (size_t)n * sizeof *x);
-    for (int32_t i = 0; i < n; i += D) {
-      if (is_fused && step->q_gain != NULL) p->backend->ops->rmsnorm(x + i, step->q_gain, D, eps, x + i);
-      rotate(p, t, x + i);
-    }
-    for (int32_t g = 0; is_fused && g < G; g++) {
-      float *k = step->in[1] + (t * G + g) * D; /* dead after this op, so it may be changed */
-      if (step->k_gain != NULL) p->backend->ops->rmsnorm(k, step->k_gain, D, eps, k);
-      rotate(p, t, k);
+  const int32_t n_workers = p->backend->n_threads;
+  int32_t n = 0;
+  for (int32_t i = 0; i < n_workers; i++) {
+    struct cpu_share *share = &p->shares[(worker + i) % n_workers];
+    for (int32_t c; (c = claim(share, tag)) >= 0; n++) {
+      const int32_t first = c * p->grain, end = first + p->grain < p->n_items ? first + p->grain : p->n_items;
+      for (int32_t item = first; item < end; item++) cpu_phase_item(p, phase, item, worker, tag);
     }
   }
-}
-
-void cpu_rotate_head(const struct cpu_ops *ops, float *x, int32_t head_dim)
-{
-  const int32_t block = head_dim & -head_dim;
-  for (int32_t i = 0; i < head_dim; i += block) ops->hadamard(x + i, block);
-}
-
-void cpu_store_k(struct backend_program *p, int32_t layer, int32_t t, int32_t head, float *k)
-{
-  const struct backend_kv *kv = p->batch.kv;
-  const int32_t page = p->batch.page[t];
-  if (kv->codec->is_rotated) cpu_rotate_head(p->backend->ops, k, p->program->dims.head_dim);
-  kv->codec->append_k(kv, page, cpu_kv_block(kv, page, layer, head), p->batch.slot[t], k);
-}
-
-void cpu_store_v(struct backend_program *p, int32_t layer, int32_t t, int32_t head, float *v)
-{
-  const struct backend_kv *kv = p->batch.kv;
-  const int32_t page = p->batch.page[t];
-  if (kv->codec->is_rotated) cpu_rotate_head(p->backend->ops, v, p->program->dims.head_dim);
-  kv->codec->append_v(kv, page, cpu_kv_block(kv, page, layer, head), p->batch.slot[t], v);
-}
-
-/* Heads are split, not tokens: one block of the cache belongs to one worker, which sees its tokens in order. */
-static void append_all(struct backend_program *p, int32_t layer, float *k, float *v, int32_t worker)
-{
-  const int32_t G = p->program->dims.n_kv_heads, D = p->program->dims.head_dim;
-  int64_t g0, g1;
-  cpu_split(G, 1, p->backend->n_threads, worker, &g0, &g1);
-  for (int32_t t = 0; t < p->batch.in->n_tokens; t++)
-    for (int64_t g = g0; g < g1; g++) {
-      cpu_store_k(p, layer, t, (int32_t)g, k + (t * G + g) * D);
-      cpu_store_v(p, layer, t, (int32_t)g, v + (t * G + g) * D);
-    }
-}
-
-static void run_swiglu(struct backend_program *p, const struct cpu_step *step, int32_t worker)
-{
-  const int32_t n = step->in_width;
-  int64_t t0, t1;
-  my_tokens(p, step, worker, &t0, &t1);
-  for (int64_t t = t0; t < t1; t++)
-    p->backend->ops->swiglu(step->in[0] + t * n, step->in[1] + t * n, n, step->out[0] + t * n);
-}
-
-static void run_add(struct backend_program *p, const struct cpu_step *step, int32_t worker)
-{
-  const int32_t n = step->in_width;
-  int64_t t0, t1;
-  my_tokens(p, step, worker, &t0, &t1);
-  for (int64_t t = t0; t < t1; t++) {
-    p->backend->ops->add(step->in[0] + t * n, step->in[1] + t * n, n, step->out[0] + t * n);
-    if (step->op->fused & PROGRAM_FUSE_ADD_NORM)
-      p->backend->ops->rmsnorm(step->out[0] + t * n, step->gain, n, p->program->dims.rms_eps, step->out[1] + t * n);
-  }
-}
-
-static void run_select(struct backend_program *p, const struct cpu_step *step, int32_t worker)
-{
-  const int32_t n = step->in_width;
-  int64_t r0, r1;
-  cpu_split(p->batch.in->n_rows, 1, p->backend->n_threads, worker, &r0, &r1);
-  for (int64_t r = r0; r < r1; r++)
-    memcpy(step->out[0] + r * n, step->in[0] + (int64_t)p->batch.in->row_token[r] * n, (size_t)n * sizeof(float));
-}
-
-static void run_step(struct backend_program *p, const struct cpu_step *step, int32_t worker)
-{
-  switch (step->op->kind) {
-  case PROGRAM_EMBED: run_embed(p, step, worker); break;
-  case PROGRAM_RMSNORM: run_rmsnorm(p, step, worker); break;
-  case PROGRAM_LINEAR: cpu_linear(p, step, worker); break;
-  case PROGRAM_HEAD_NORM: run_head_norm(p, step, worker); break;
-  case PROGRAM_ROPE:
-    run_rope(p, step, worker);
-    if (step->op->fused & PROGRAM_FUSE_ROPE) {
-      cpu_pool_barrier(p->backend->pool);
-      append_all(p, step->op->layer, step->in[1], step->in[2], worker);
-    }
-    break;
-  case PROGRAM_KV_APPEND: append_all(p, step->op->layer, step->in[0], step->in[1], worker); break;
-  case PROGRAM_ATTENTION: cpu_attention(p, step, worker); break;
-  case PROGRAM_SWIGLU: run_swiglu(p, step, worker); break;
-  case PROGRAM_ADD: run_add(p, step, worker); break;
-  case PROGRAM_SELECT_ROWS: run_select(p, step, worker); break;
-  case PROGRAM_OP_KINDS: break;
-  }
+  return n;
 }
 
 void cpu_run_worker(void *arg, int32_t worker)
 {
   struct backend_program *p = arg;
-  fill_rotations(p, worker);
-  for (int32_t i = 0; i < p->n_steps; i++) {
-    const struct cpu_step *step = &p->steps[i];
-    if (n_tokens_of(p, step) == 0) continue; /* no logits wanted */
-    run_step(p, step, worker);
-    cpu_pool_barrier(p->backend->pool); /* also covers the rotations: the first step is the embedding */
+  uint32_t tag = atomic_load_explicit(&p->gate.value, memory_order_acquire);
+  const uint32_t base = atomic_load_explicit(&p->run_base, memory_order_acquire);
+  for (;;) {
+    const uint32_t index = tag - base; /* huge when the two are of different runs: then this worker is late, and leaves */
+    if (index >= (uint32_t)p->n_phases) return;
+    const int32_t n = work(p, &p->phases[index], tag, worker);
+    if (n > 0 && atomic_fetch_add_explicit(&p->n_done, n, memory_order_acq_rel) + n == p->n_claims) open_phase(p, base, (int32_t)index + 1);
+    tag = cpu_gate_wait(&p->gate, tag, SPINS_PHASE);
   }
+}
+
+void cpu_run(struct backend_program *p)
+{
+  const uint32_t base = atomic_load_explicit(&p->gate.value, memory_order_acquire) + 1;
+  atomic_store_explicit(&p->run_base, base, memory_order_release);
+  open_phase(p, base, 0);
+  cpu_pool_help(p->backend->pool, &p->job);
 }
