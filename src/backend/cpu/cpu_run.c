@@ -73,7 +73,10 @@ void cpu_run_worker(void *arg, int32_t worker)
     const uint32_t index = tag - base; /* huge when the two are of different runs: then this worker is late, and leaves */
     if (index >= (uint32_t)p->n_phases) return;
     const int32_t n = work(p, &p->phases[index], tag, worker);
-    if (n > 0 && atomic_fetch_add_explicit(&p->n_done, n, memory_order_acq_rel) + n == p->n_claims) open_phase(p, base, (int32_t)index + 1);
+    if (n > 0) {
+      const int32_t n_claims = p->n_claims; /* read while our claims keep the phase open: after counting them it may be the next one's */
+      if (atomic_fetch_add_explicit(&p->n_done, n, memory_order_acq_rel) + n == n_claims) open_phase(p, base, (int32_t)index + 1);
+    }
     tag = cpu_gate_wait(&p->gate, tag, SPINS_PHASE);
   }
 }
