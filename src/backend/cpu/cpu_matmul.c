@@ -85,41 +85,38 @@ static void quantize_scalar(const float *x, int64_t k, int32_t token, int32_t n_
   for (int64_t g = 0; g < k / CPU_GROUP; g++) quantize_group(x ? x + g * CPU_GROUP : NULL, cpu_act_at(act, k, n_tokens, token, g));
 }
 
-/* One unpacked group of a row tile times one token, added to sum[rows]. */
-static void add_group(const struct cpu_weight *w, const struct cpu_quant_group *q, struct cpu_act_ref at, float *sum)
+/* One unpacked group of a row times one token, added to sum. */
+static float add_group(const struct cpu_quant_format *f, const struct cpu_quant_row *q, struct cpu_act_ref at, float sum)
 {
-  const struct cpu_quant_format *f = w->format;
   int width = CPU_GROUP / f->halves;
-  for (int32_t r = 0; r < w->tile; r++)
-    for (int h = 0; h < f->halves; h++) {
-      const int16_t *pair = f->halves == 1 ? at.pair : at.pair_half[h];
-      int32_t dot = 0, n = 0;
-      for (int i = h * width; i < (h + 1) * width; i++) {
-        dot += (int32_t)q->u[r][i] * at.a[i];
-        n += q->u[r][i];
-      }
-      dot += n * pair[0] + f->offset * pair[1];
-      sum[r] = fmaf((float)dot, q->d[h][r] * *at.s, sum[r]);
-      if (f->has_min) sum[r] = fmaf(q->m[h][r], f->halves == 1 ? *at.x : *at.x_half[h], sum[r]);
+  for (int h = 0; h < f->halves; h++) {
+    const int16_t *pair = f->halves == 1 ? at.pair : at.pair_half[h];
+    int32_t dot = 0, n = 0;
+    for (int i = h * width; i < (h + 1) * width; i++) {
+      dot += (int32_t)q->u[i] * at.a[i];
+      n += q->u[i];
     }
+    dot += n * pair[0] + f->offset * pair[1];
+    sum = fmaf((float)dot, q->d[h] * *at.s, sum);
+    if (f->has_min) sum = fmaf(q->m[h], f->halves == 1 ? *at.x : *at.x_half[h], sum);
+  }
+  return sum;
 }
 
 static void matmul_quant_scalar(const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y,
                                 int64_t ldy)
 {
-  for (int64_t r = r0; r < r1; r += w->tile) {
-    int64_t n = r1 - r < w->tile ? r1 - r : w->tile;
+  for (int64_t r = r0; r < r1; r++)
     for (int32_t t0 = 0; t0 < n_tokens; t0 += 8) { /* an unpacked group serves eight tokens */
-      float sum[8][16] = {{0}};
-      int32_t n_t = n_tokens - t0 < 8 ? n_tokens - t0 : 8;
+      float sum[8] = {0};
+      int32_t n = n_tokens - t0 < 8 ? n_tokens - t0 : 8;
       for (int64_t g = 0; g < w->k / CPU_GROUP; g++) {
-        struct cpu_quant_group q;
-        cpu_quant_unpack(w, r / w->tile, g, &q);
-        for (int32_t t = 0; t < n_t; t++) add_group(w, &q, cpu_act_at(act, w->k, n_tokens, t0 + t, g), sum[t]);
+        struct cpu_quant_row q;
+        cpu_quant_unpack(w, r / w->tile, g, (int32_t)(r % w->tile), &q);
+        for (int32_t t = 0; t < n; t++) sum[t] = add_group(w->format, &q, cpu_act_at(act, w->k, n_tokens, t0 + t, g), sum[t]);
       }
-      for (int32_t t = 0; t < n_t; t++) memcpy(y + (t0 + t) * ldy + r, sum[t], (size_t)n * sizeof(float));
+      for (int32_t t = 0; t < n; t++) y[(t0 + t) * ldy + r] = sum[t];
     }
-  }
 }
 
 static float weight_at(enum sits_dtype dtype, const uint8_t *tile, size_t index)

@@ -11,6 +11,7 @@
 #include "tensor/dequant.h"
 
 #define HUGE_PAGE_BYTES ((size_t)2 << 20)
+#define PREFETCH_BYTES 4096          /* as far as the kernels prefetch ahead of themselves */
 
 /* One group of one row: integers in k order, and the scale bytes of its halves. */
 struct block_group {
@@ -324,6 +325,12 @@ int64_t cpu_weight_k(const struct cpu_weight *w) { return w->k; }
 size_t cpu_weight_bytes(const struct cpu_weight *w) { return w->n_bytes; }
 int32_t cpu_weight_row_tile(const struct cpu_weight *w) { return w->tile; }
 
+void cpu_weight_prefetch(const struct cpu_weight *w, int64_t r0)
+{
+  size_t at = (size_t)(r0 / w->tile) * w->tile_bytes, end = at + PREFETCH_BYTES < w->n_bytes ? at + PREFETCH_BYTES : w->n_bytes;
+  for (; at < end; at += CPU_ALIGN_BYTES) __builtin_prefetch(w->data + at, 0, 3);
+}
+
 void cpu_weight_row(const struct cpu_weight *w, int64_t row, float *out)
 {
   int64_t tile = row / w->tile;
@@ -335,12 +342,12 @@ void cpu_weight_row(const struct cpu_weight *w, int64_t row, float *out)
     return;
   }
   for (int64_t g = 0; g < w->k / CPU_GROUP; g++) {
-    struct cpu_quant_group q;
-    cpu_quant_unpack(w, tile, g, &q);
+    struct cpu_quant_row q;
+    cpu_quant_unpack(w, tile, g, (int32_t)r, &q);
     for (int i = 0; i < CPU_GROUP; i++) {
       int h = w->format->halves == 2 ? i / 16 : 0;
-      float v = q.d[h][r] * (float)((int)q.u[r][i] - w->format->offset);
-      out[g * CPU_GROUP + i] = w->format->has_min ? v + q.m[h][r] : v;
+      float v = q.d[h] * (float)((int)q.u[i] - w->format->offset);
+      out[g * CPU_GROUP + i] = w->format->has_min ? v + q.m[h] : v;
     }
   }
 }

@@ -112,12 +112,12 @@ static inline uint8_t *cpu_weight_planes(const struct cpu_weight *w, int64_t til
 
 const struct cpu_quant_format *cpu_quant_format(enum sits_dtype dtype); /* NULL unless quantised */
 
-/* Integers and effective scales of group g of a row tile, for all its rows; scalar, also the source of cpu_weight_row. */
-struct cpu_quant_group {
-  uint8_t u[16][CPU_GROUP];
-  float d[2][16], m[2][16];           /* [half]; m is what is added: minus the minimum for K types */
+/* Integers and effective scales of group g of one row of a tile; scalar, also the source of cpu_weight_row. */
+struct cpu_quant_row {
+  uint8_t u[CPU_GROUP];
+  float d[2], m[2];                   /* [half]; m is what is added: minus the minimum for K types */
 };
-void cpu_quant_unpack(const struct cpu_weight *w, int64_t tile, int64_t g, struct cpu_quant_group *out);
+void cpu_quant_unpack(const struct cpu_weight *w, int64_t tile, int64_t g, int32_t row, struct cpu_quant_row *out);
 
 /* Tokens of a tile of the activation. */
 static inline int32_t cpu_act_tile(int32_t n_tokens) { return n_tokens >= 3 ? CPU_ACT_MAX_TILE : n_tokens; }
