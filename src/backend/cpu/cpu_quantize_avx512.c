@@ -73,13 +73,11 @@ INLINE __m512i make_pair(__m512i z, __m512i b)
   return _mm512_mask_blend_epi16(0xaaaaaaaa, z, _mm512_slli_epi32(minus, 16));
 }
 
-INLINE void make_fields(struct batch b, const int32_t sums[2][BATCH], struct fields *out)
+/* half: sums of a + 128 over the 16 elements of each half. */
+INLINE void make_fields(struct batch b, __m512i half[2], struct fields *out)
 {
-  __m512i half[2];
   for (int h = 0; h < 2; h++) {
-    /* sums are of a + 128 over 16 elements; b of the half is that of a + z. */
-    __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(sums[h]), _mm512_set1_epi32(16 * 128));
-    half[h] = _mm512_add_epi32(sum, _mm512_slli_epi32(b.z, 4));
+    half[h] = _mm512_add_epi32(_mm512_sub_epi32(half[h], _mm512_set1_epi32(16 * 128)), _mm512_slli_epi32(b.z, 4)); /* of a + z */
     _mm512_storeu_si512(out->pair_half[h], make_pair(b.z, half[h]));
     _mm512_storeu_ps(out->x_half[h], _mm512_mul_ps(b.s, _mm512_cvtepi32_ps(half[h])));
   }
@@ -89,28 +87,47 @@ INLINE void make_fields(struct batch b, const int32_t sums[2][BATCH], struct fie
   _mm512_storeu_ps(out->x, _mm512_mul_ps(b.s, _mm512_cvtepi32_ps(both)));
 }
 
+/* Four 256-bit vectors of 4 x 4 16-bit sums (64-bit lane: a quarter of the 32 elements; within it, a group) to 16 sums of each half. */
+INLINE void gather_sums(const __m256i quads[4], __m512i half[2])
+{
+  __m128i low[4], high[4];
+  for (int i = 0; i < 4; i++) {
+    __m256i sum = _mm256_add_epi16(quads[i], _mm256_shuffle_epi32(quads[i], 0x4e));
+    low[i] = _mm256_castsi256_si128(sum);
+    high[i] = _mm256_extracti128_si256(sum, 1);
+  }
+  for (int h = 0; h < 2; h++) {
+    const __m128i *v = h ? high : low;
+    __m256i words = _mm256_setr_m128i(_mm_unpacklo_epi64(v[0], v[1]), _mm_unpacklo_epi64(v[2], v[3]));
+    half[h] = _mm512_cvtepu16_epi32(words);
+  }
+}
+
 /* n <= 16 groups of one token; tile: tokens of an act tile; a: the token's integers in the first group; rec, second: the first records,
- * moved to the token's place in their arrays of 32 bits. */
+ * moved to the token's place in their arrays of 32 bits. Sums stay in registers: reading back narrow stores as a vector would stall. */
 INLINE void quantize_batch(const float *x, int n, size_t tile, uint8_t *a, uint8_t *rec, uint8_t *second)
 {
-  struct batch b = plan_batch(x, n);
-  float inv[BATCH];
-  int32_t z[BATCH], sums[2][BATCH] = {{0}};
+  const struct batch b = plan_batch(x, n);
+  __m256i quads[4];
+  __m512i half[2];
   struct fields f;
-  _mm512_storeu_ps(inv, b.inv);
-  _mm512_storeu_si512(z, b.z);
-  for (int g = 0; g < n; g++) {
-    __mmask16 used = inv[g] > 0.0F ? 0xffff : 0;
-    __m512 i = _mm512_set1_ps(inv[g]);
-    __m512i zero_point = _mm512_set1_epi32(z[g]);
-    __m256i q = _mm256_setr_m128i(quantize16(x + 32 * g, used, i, zero_point), quantize16(x + 32 * g + 16, used, i, zero_point));
-    __m256i sad = _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
-    sad = _mm256_add_epi64(sad, _mm256_shuffle_epi32(sad, 0x4e));
-    sums[0][g] = _mm_cvtsi128_si32(_mm256_castsi256_si128(sad));
-    sums[1][g] = _mm_cvtsi128_si32(_mm256_extracti128_si256(sad, 1));
-    _mm256_storeu_si256((__m256i *)(a + (size_t)g * CPU_RECORD_BYTES * tile), q);
+  for (int i = 0; i < 4; i++) {
+    quads[i] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      int g = 4 * i + j;
+      if (g >= n) break;
+      __m512i lane = _mm512_set1_epi32(g), z = _mm512_permutexvar_epi32(lane, b.z);
+      __m512 inv = _mm512_permutexvar_ps(lane, b.inv);
+      __mmask16 used = _mm512_cmp_ps_mask(inv, _mm512_setzero_ps(), _CMP_GT_OQ);
+      __m256i q = _mm256_setr_m128i(quantize16(x + 32 * g, used, inv, z), quantize16(x + 32 * g + 16, used, inv, z));
+      __m256i sad = _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+      quads[i] = _mm256_or_si256(quads[i], _mm256_slli_epi64(sad, 16 * j));
+      _mm256_storeu_si256((__m256i *)(a + (size_t)g * CPU_RECORD_BYTES * tile), q);
+    }
   }
-  make_fields(b, (const int32_t(*)[BATCH])sums, &f);
+  gather_sums(quads, half);
+  make_fields(b, half, &f);
   for (int g = 0; g < n; g++, rec += CPU_RECORD_BYTES * tile, second += CPU_SECOND_BYTES * tile) {
     memcpy(rec + 32 * tile, &f.s[g], 4);
     memcpy(rec + 36 * tile, &f.pair[g], 4);
