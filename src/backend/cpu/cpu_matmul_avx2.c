@@ -124,6 +124,7 @@ INLINE void dots(int low, int high, int first, int last, int nt, const struct gr
         __m256i a = broadcast32(rec + 32 * t + 4 * i);
         __m256i p = _mm256_maddubs_epi16(q->w[i], low == 8 ? _mm256_sign_epi8(a, q->sign[i]) : a);
         sum[t] = i == v ? p : _mm256_add_epi16(sum[t], p);
+        __asm__("" : "+x"(sum[t])); /* keep the order: a tree of these sums spills half the registers */
       }
     for (int t = 0; t < nt; t++) dot[t] = _mm256_add_epi32(dot[t], _mm256_madd_epi16(sum[t], ones16));
   }
