@@ -142,8 +142,9 @@ INLINE void add_group(int halves, int mins, const struct group *q, const uint8_t
       const uint8_t *pair = halves == 1 ? rec + 36 * n + 4 * t : second + 4 * n * h + 4 * t;
       const uint8_t *x = halves == 1 ? rec + 40 * n + 4 * t : second + 8 * n + 4 * n * h + 4 * t;
       __m512i dot = _mm512_madd_epi16(q->n[h], broadcast32(pair));
+      const int first = 8 / halves * h, end = 8 / halves * (h + 1);
 #pragma GCC unroll 8
-      for (int v = 8 / halves * h; v < 8 / halves * (h + 1); v++) dot = dot4(dot, q->w[v], rec + 32 * t + 4 * v);
+      for (int v = first; v < end; v++) dot = dot4(dot, q->w[v], rec + 32 * t + 4 * v);
       y[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(q->d[h], s), y[t]);
       if (mins) y[t] = _mm512_fmadd_ps(q->m[h], broadcast_ps(x), y[t]);
     }
@@ -229,8 +230,9 @@ INLINE void panel_tile(int halves, int mins, int nt, const uint8_t *panel, int64
       __m512i n = _mm512_load_si512(extra), dot[PANEL_TOKENS];
       for (int t = 0; t < nt; t++)
         dot[t] = _mm512_madd_epi16(n, broadcast32(halves == 1 ? at[t / 4] + 144 + 4 * (t % 4) : half_at[t / 4] + 16 * h + 4 * (t % 4)));
+      const int first = 8 / halves * h, end = 8 / halves * (h + 1);
 #pragma GCC unroll 8
-      for (int v = 8 / halves * h; v < 8 / halves * (h + 1); v++) {
+      for (int v = first; v < end; v++) {
         __m512i u = _mm512_load_si512(panel + 64 * v);
         for (int t = 0; t < nt; t++) dot[t] = dot4(dot[t], u, at[t / 4] + 32 * (t % 4) + 4 * v);
       }
