@@ -79,6 +79,21 @@ def test_stories_logits(stories, layout, isa, tmp_path):
 
 
 @needs_stories
+def test_forced_report(stories, tmp_path):
+    """What `forced` prints is what its raw logits say."""
+    ids, out = stories["teacher_forced"]["ids"], tmp_path / "logits.bin"
+    report = run("forced", "--model", STORIES / "hf", "--ids", json.dumps(ids), "--out", out, "--top", 5)
+    raw = np.fromfile(out, dtype=np.float32).reshape(len(ids), -1).astype(np.float64)
+    for at, position in enumerate(report["positions"]):
+        total = np.log(np.exp(raw[at]).sum())
+        assert position["id"] == ids[at] and abs(position["logsumexp"] - total) < 2e-6
+        assert position["top_ids"] == list(np.argsort(-raw[at], kind="stable")[:5])
+        assert np.abs(np.array(position["top_logits"]) - raw[at][position["top_ids"]]).max() < 1e-6
+        if at + 1 < len(ids):
+            assert abs(position["next_logprob"] - (raw[at][ids[at + 1]] - total)) < 2e-6
+
+
+@needs_stories
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stories_logits_with_the_serving_cache(stories, layout, tmp_path):
     """f16 pages round keys and values to 11 bits: logits of magnitude 17 move by under two hundredths."""
