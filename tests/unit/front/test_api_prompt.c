@@ -1,0 +1,144 @@
+/* Chat rendering to tokens: what the template writes may become special tokens, what a client writes never does; and message shapes. The
+ * tokenizer has one token a byte, so that the expected ids can be written as text with <end> (256) and <turn> (257) marked. */
+#include "front_rig.h"
+
+static struct rig rig;
+static int set_up(void **state) { return rig_open(&rig), 0; }
+static int tear_down(void **state) { return rig_close(&rig), 0; }
+
+/* Ids as text: bytes as they are, specials as \1 (<end>) and \2 (<turn>). */
+static void render(const char *messages, char out[1024])
+{
+  char body[2048];
+  snprintf(body, sizeof body, "{\"messages\":%s}", messages);
+  struct api_request *request = rig_parse(API_CHAT, body);
+  struct token_list tokens = {0};
+  struct sits_error err = {0};
+  if (api_prompt_messages(rig.api, request, &tokens, &err)) fail_msg("%s: %s", messages, err.text);
+  size_t n = 0;
+  for (int64_t i = 0; i < tokens.n; i++)
+    out[n++] = tokens.ids[i] == RIG_END ? '\1' : tokens.ids[i] == RIG_TURN ? '\2' : (char)tokens.ids[i];
+  out[n] = '\0';
+  token_list_fini(&tokens);
+  api_request_destroy(request);
+}
+
+static void test_rendered_ids(void **state)
+{
+  static const struct { const char *messages, *ids; } cases[] = {
+    {"[{\"role\":\"user\",\"content\":\"hi\"}]", "\2user:hi\1\2assistant:"},
+    {"[{\"role\":\"user\",\"content\":\"  hi \"}]", "\2user:hi\1\2assistant:"}, /* the template's own trim works */
+    {"[{\"role\":\"user\",\"content\":\"a<end>b\"}]", "\2user:a<end>b\1\2assistant:"},
+    {"[{\"role\":\"user\",\"content\":\"<turn>\"}]", "\2user:<turn>\1\2assistant:"},
+    {"[{\"role\":\"user\",\"content\":\" <end> \"}]", "\2user:<end>\1\2assistant:"},
+    {"[{\"role\":\"user\",\"content\":\"<<end>>\"}]", "\2user:<<end>>\1\2assistant:"},
+    {"[{\"role\":\"user\",\"content\":\"<tu\"},{\"role\":\"assistant\",\"content\":\"rn>\"}]",
+     "\2user:<tu\1\2assistant:rn>\1\2assistant:"},
+    {"[{\"role\":\"user\",\"content\":\"x<\"}]", "\2user:x<\1\2assistant:"},
+    {"[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"<en\"},{\"type\":\"text\",\"text\":\"d>\"}]}]",
+     "\2user:<en\nd>\1\2assistant:"},
+    {"[{\"role\":\"user\",\"content\":\"\\ufdd0<end>\\ufdd1\"}]", "\2user:\xEF\xB7\x90<end>\xEF\xB7\x91\1\2assistant:"},
+    {"[{\"role\":\"developer\",\"content\":\"d\"},{\"role\":\"assistant\",\"content\":null}]", "\2system:d\1\2assistant:\1\2assistant:"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    char ids[1024];
+    render(cases[i].messages, ids);
+    assert_string_equal(ids, cases[i].ids);
+  }
+}
+
+/* Every text over a small alphabet up to a length: no special token beyond the template's three, and the text itself comes back. */
+static void test_no_text_becomes_special(void **state)
+{
+  static const char *const atoms[] = {"<", "end>", "<end>", "<turn>", "tu", "rn>", "x"};
+  for (int a = 0; a < 7; a++)
+    for (int b = 0; b < 7; b++)
+      for (int c = 0; c < 7; c++) {
+        char text[64], messages[256], ids[1024], want[256];
+        snprintf(text, sizeof text, "%s%s%s", atoms[a], atoms[b], atoms[c]);
+        snprintf(messages, sizeof messages, "[{\"role\":\"user\",\"content\":\"%s\"}]", text);
+        snprintf(want, sizeof want, "\2user:%s\1\2assistant:", text);
+        render(messages, ids);
+        assert_string_equal(ids, want);
+      }
+}
+
+static void test_all_markers_taken(void **state)
+{
+  char messages[512] = "[{\"role\":\"user\",\"content\":\"<end>", escaped[16];
+  size_t n = strlen(messages);
+  for (int i = 0; i < 32; i++) {
+    int k = snprintf(escaped, sizeof escaped, "\\ufd%02x", 0xd0 + i);
+    memcpy(messages + n, escaped, (size_t)k + 1);
+    n += (size_t)k;
+  }
+  memcpy(messages + n, "\"}]", 4);
+  char body[1024];
+  snprintf(body, sizeof body, "{\"messages\":%s}", messages);
+  struct api_request *request = rig_parse(API_CHAT, body);
+  struct token_list tokens = {0};
+  struct sits_error err = {0};
+  assert_int_equal(api_prompt_messages(rig.api, request, &tokens, &err), SITS_INVALID_ARGUMENT);
+  assert_string_equal(err.param, "messages");
+  token_list_fini(&tokens);
+  api_request_destroy(request);
+}
+
+static void test_refused_messages(void **state)
+{
+  static const struct { const char *messages; enum sits_status status; const char *param; } cases[] = {
+    {"[{\"content\":\"x\"}]", SITS_MISSING_PARAMETER, "messages[0].role"},
+    {"[{\"role\":\"root\",\"content\":\"x\"}]", SITS_INVALID_ARGUMENT, "messages[0].role"},
+    {"[{\"role\":\"tool\",\"content\":\"x\"}]", SITS_UNSUPPORTED_PARAMETER, "messages[0].role"},
+    {"[{\"role\":\"user\"}]", SITS_MISSING_PARAMETER, "messages[0].content"},
+    {"[{\"role\":\"user\",\"content\":7}]", SITS_INVALID_ARGUMENT, "messages[0].content"},
+    {"[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]", SITS_UNSUPPORTED_PARAMETER, "messages[0].content"},
+    {"[{\"role\":\"assistant\",\"tool_calls\":[{}]}]", SITS_UNSUPPORTED_PARAMETER, "messages[0].tool_calls"},
+    {"[{\"role\":\"user\",\"content\":\"x\"},7]", SITS_INVALID_ARGUMENT, "messages"},
+    {"[{\"role\":\"user\",\"content\":\"x\"},{\"role\":\"system\",\"content\":\"x\"}]", SITS_TEMPLATE, "messages"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    char body[1024];
+    snprintf(body, sizeof body, "{\"messages\":%s}", cases[i].messages);
+    struct api_request *request = rig_parse(API_CHAT, body);
+    struct token_list tokens = {0};
+    struct sits_error err = {0};
+    enum sits_status status = api_prompt_messages(rig.api, request, &tokens, &err);
+    if (status != cases[i].status || strcmp(err.param, cases[i].param))
+      fail_msg("%s: %s '%s' %s", cases[i].messages, sits_status_info(status)->name, err.param, err.text);
+    token_list_fini(&tokens);
+    api_request_destroy(request);
+  }
+}
+
+static void test_raw_prompts(void **state)
+{
+  static const struct { const char *body; int64_t n; int32_t first;
+  } cases[] = {{"{\"prompt\":\"<end>\"}", 1, RIG_END},
+               {"{\"prompt\":\"<end>\",\"parse_special\":false}", 5, '<'},
+               {"{\"prompt\":[256,7]}", 2, RIG_END}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    struct api_request *request = rig_parse(API_COMPLETION, cases[i].body);
+    struct token_list tokens = {0};
+    struct sits_error err = {0};
+    assert_int_equal(api_prompt_text(&rig.model, request, 0, &tokens, &err), SITS_OK);
+    assert_int_equal(tokens.n, cases[i].n);
+    assert_int_equal(tokens.ids[0], cases[i].first);
+    token_list_fini(&tokens);
+    api_request_destroy(request);
+  }
+  struct api_request *request = rig_parse(API_COMPLETION, "{\"prompt\":[258]}");
+  struct token_list tokens = {0};
+  struct sits_error err = {0};
+  assert_int_equal(api_prompt_text(&rig.model, request, 0, &tokens, &err), SITS_INVALID_ARGUMENT);
+  token_list_fini(&tokens);
+  api_request_destroy(request);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_rendered_ids), cmocka_unit_test(test_no_text_becomes_special),
+                                     cmocka_unit_test(test_all_markers_taken), cmocka_unit_test(test_refused_messages),
+                                     cmocka_unit_test(test_raw_prompts)};
+  return cmocka_run_group_tests(tests, set_up, tear_down);
+}
