@@ -61,7 +61,7 @@ static uint64_t cpu_program_bytes(const struct backend_program *program) { retur
 static enum sits_status cpu_kv_open(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
                                     struct sits_error *err)
 {
-  return cpu_kv_create(geometry, backend->ops, out, err);
+  return cpu_kv_create(geometry, backend->ops, backend->options.max_batch_tokens, backend->options.max_seqs, out, err);
 }
 
 /* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. */
@@ -105,8 +105,8 @@ static enum sits_status cpu_submit(struct backend_program *p, struct backend_kv 
       const int32_t position = batch->positions[t];
       p->batch.page[t] = batch->block_table[(int64_t)s * batch->table_stride + position / KV_PAGE_TOKENS];
       p->batch.slot[t] = position % KV_PAGE_TOKENS;
-      p->batch.seq[t] = s;
     }
+  if (kv->open != NULL) cpu_kv_open_begin(kv, batch, p->batch.tile);
   cpu_attention_plan(p);
   cpu_run(p);
   p->batch.in = NULL;

@@ -25,7 +25,7 @@ struct item {
   const struct backend_kv *kv;
   struct cpu_worker *w;
   const int32_t *table;              /* page ids of the sequence */
-  int32_t layer, head;
+  int32_t layer, head, tile;         /* tile: of the block's own group (cpu_kv_open.h) */
   int32_t group, rows;               /* H/G; tokens of the block times group */
   int32_t first_position, n_tokens;  /* of the block; positions are consecutive */
   int32_t window;                    /* tokens seen; INT32_MAX when all */
@@ -36,11 +36,13 @@ void cpu_attention_plan(struct backend_program *p)
   struct cpu_batch *batch = &p->batch;
   const struct backend_batch *in = batch->in;
   const int32_t G = p->program->dims.n_kv_heads, group = p->program->dims.n_heads / G;
+  const int32_t open_tokens = batch->kv->codec->open_tokens;
   int32_t n_rows = 0, longest = 0;
   batch->n_blocks = 0;
   for (int32_t s = 0; s < in->n_seqs; s++) {
-    for (int32_t t = in->seq_start[s]; t < in->seq_start[s + 1]; t += p->block_tokens) {
-      const int32_t t1 = least(t + p->block_tokens, in->seq_start[s + 1]);
+    for (int32_t t = in->seq_start[s], t1; t < in->seq_start[s + 1]; t = t1) {
+      t1 = least(t + p->block_tokens, in->seq_start[s + 1]);
+      if (open_tokens > 0) t1 = least(t1, t + open_tokens - in->positions[t] % open_tokens); /* a block has one own group */
       batch->blocks[batch->n_blocks++] = (struct cpu_block){s, t, t1};
       n_rows += (t1 - t) * group * G;
       longest = most(longest, in->positions[t1 - 1] + 1);
@@ -58,6 +60,7 @@ static struct item item_of(struct backend_program *p, const struct cpu_step *ste
   const struct backend_batch *in = p->batch.in;
   const int32_t group = dims->n_heads / dims->n_kv_heads;
   return (struct item){.p = p, .kv = p->batch.kv, .w = &p->workers[worker], .layer = step->op->layer, .head = head, .group = group,
+                       .tile = p->batch.tile[block->t0],
                        .table = in->block_table + (int64_t)block->seq * in->table_stride, .rows = (block->t1 - block->t0) * group,
                        .first_position = in->positions[block->t0], .n_tokens = block->t1 - block->t0,
                        .window = dims->sliding_window > 0 ? dims->sliding_window : INT32_MAX};
@@ -72,9 +75,24 @@ static void pack_queries(const struct item *it, const struct cpu_step *step, con
   for (int32_t t = block->t0; t < block->t1; t++) {
     const float *from = step->in[0] + (int64_t)t * step->in_width + (int64_t)it->head * it->group * D;
     for (int32_t i = 0; i < it->group * D; i++) q[i] = from[i] * scale;
-    for (int32_t h = 0; h < it->group && it->kv->codec->is_rotated; h++) cpu_rotate_head(it->kv->ops, q + (int64_t)h * D, D);
+    for (int32_t h = 0; h < it->group && it->kv->codec->rotates_k; h++) cpu_rotate_head(it->kv->ops, q + (int64_t)h * D, D);
     q += (int64_t)it->group * D;
   }
+}
+
+/* Scores of the n tokens of the page that begins at `position`; the rows' own group, where the codec has such, comes from its tile. */
+static void score_page(const struct item *it, int32_t position, int32_t n, float *scores)
+{
+  const struct backend_kv *kv = it->kv;
+  const int32_t D = it->p->program->dims.head_dim, page = it->table[position / KV_PAGE_TOKENS], group = kv->codec->open_tokens;
+  const int32_t own = group > 0 ? it->first_position / group * group - position : n; /* tokens of the page before the own group */
+  const int32_t n_folded = own < 0 ? 0 : least(own, n);
+  if (n_folded > 0)
+    kv->codec->attend_k(kv, cpu_kv_block(kv, page, it->layer, it->head), it->w->q, D, it->rows, n_folded, scores, CPU_CHUNK_TOKENS,
+                        it->w->expanded);
+  if (n_folded < n)
+    kv->ops->qk_f16(it->w->q, D, it->rows, cpu_kv_open_tile(kv, it->tile, it->layer, it->head), group, D, n - n_folded,
+                    scores + n_folded, CPU_CHUNK_TOKENS);
 }
 
 /* One chunk for all rows of the item: leaves acc, max, sum in the worker; sum 0 marks a row that sees nothing of the chunk. */
@@ -82,7 +100,7 @@ static void attend_chunk(const struct item *it, int32_t chunk)
 {
   struct cpu_worker *w = it->w;
   const struct backend_kv *kv = it->kv;
-  const int32_t D = it->p->program->dims.head_dim, P = KV_PAGE_TOKENS;
+  const int32_t P = KV_PAGE_TOKENS;
   const int32_t start = chunk * CPU_CHUNK_TOKENS;
   const int32_t last = it->first_position + it->n_tokens - 1;           /* position of the last row */
   const int32_t n = least(last + 1 - start, CPU_CHUNK_TOKENS);          /* tokens of the chunk that any row may see */
@@ -93,11 +111,7 @@ static void attend_chunk(const struct item *it, int32_t chunk)
   memset(w->acc, 0, (size_t)it->rows * (size_t)kv->dv * sizeof *w->acc);
   for (int32_t r = 0; r < it->rows; r++) w->sum[r] = 0;
   if (skip >= n) return;
-  for (int32_t j = skip; j < n; j += P) {
-    const int32_t page = it->table[(start + j) / P];
-    kv->codec->attend_k(kv, page, cpu_kv_block(kv, page, it->layer, it->head), w->q, D, it->rows, least(P, n - j), w->scores + j,
-                        CPU_CHUNK_TOKENS, w->expanded);
-  }
+  for (int32_t j = skip; j < n; j += P) score_page(it, start + j, least(P, n - j), w->scores + j);
   for (int32_t r = 0; r < it->rows; r++) {
     const int32_t position = it->first_position + r / it->group;
     const int32_t lo = it->window == INT32_MAX ? 0 : most(0, position - it->window + 1 - start), hi = least(n, position + 1 - start);
@@ -107,8 +121,8 @@ static void attend_chunk(const struct item *it, int32_t chunk)
   }
   for (int32_t j = skip; j < n; j += P) {
     const int32_t page = it->table[(start + j) / P];
-    kv->codec->attend_v(kv, page, cpu_kv_block(kv, page, it->layer, it->head), w->scores + j, CPU_CHUNK_TOKENS, it->rows,
-                        least(P, n - j), w->acc, w->expanded);
+    kv->codec->attend_v(kv, cpu_kv_block(kv, page, it->layer, it->head), w->scores + j, CPU_CHUNK_TOKENS, it->rows, least(P, n - j),
+                        w->acc, w->expanded);
   }
 }
 
@@ -147,7 +161,7 @@ static void write_outputs(const struct item *it, const struct cpu_step *step, co
     const float *total = it->w->total + (int64_t)r * it->kv->dv;
     const float scale = it->w->total_sum[r] > 0 ? 1.0f / it->w->total_sum[r] : 0;
     for (int32_t d = 0; d < D; d++) out[d] = total[d] * scale;
-    if (it->kv->codec->is_rotated) cpu_rotate_head(it->kv->ops, out, D);
+    if (it->kv->codec->rotates_v) cpu_rotate_head(it->kv->ops, out, D);
   }
 }
 

@@ -276,7 +276,7 @@ static void lay_out_worker(struct backend_program *p, struct layout *l, struct c
 {
   const struct program_dims *dims = &p->program->dims;
   const size_t rows = (size_t)p->block_tokens * (size_t)(dims->n_heads / dims->n_kv_heads);
-  const size_t dv = (size_t)(dims->head_dim + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN;
+  const size_t dv = (size_t)cpu_kv_padded(dims->head_dim);
   size_t act[CPU_ACT_FORMATS];
   int32_t widest;
   activation_sizes(p, CPU_PRIVATE_TOKENS, act, &widest);
@@ -301,7 +301,7 @@ static void lay_out(struct backend_program *p, struct layout *l)
   const struct program *program = p->program;
   const struct program_dims *dims = &program->dims;
   const size_t T = (size_t)p->max_tokens, R = (size_t)p->max_rows, most = T > R ? T : R;
-  const size_t dv = (size_t)(dims->head_dim + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN;
+  const size_t dv = (size_t)cpu_kv_padded(dims->head_dim);
   size_t act[CPU_ACT_FORMATS];
   int32_t widest;
   activation_sizes(p, (int32_t)most, act, &widest);
@@ -311,10 +311,10 @@ static void lay_out(struct backend_program *p, struct layout *l)
   p->normed = carve_floats(l, most * (size_t)widest);
   p->partial = carve_floats(l, (size_t)p->split_rows * (size_t)p->max_chunks * (dv + 2));
   p->finished = carve(l, (size_t)p->split_rows * sizeof *p->finished);
-  p->batch.blocks = carve(l, (T / (size_t)p->block_tokens + R + 1) * sizeof *p->batch.blocks);
+  p->batch.blocks = carve(l, (T / (size_t)p->block_tokens + T / 32 + 2 * R + 1) * sizeof *p->batch.blocks);
   p->batch.page = carve(l, T * sizeof(int32_t));
   p->batch.slot = carve(l, T * sizeof(int32_t));
-  p->batch.seq = carve(l, T * sizeof(int32_t));
+  p->batch.tile = carve(l, T * sizeof(int32_t));
   p->batch.cosines = carve_floats(l, T * (size_t)program->rope.dims);
   p->batch.sines = carve_floats(l, T * (size_t)program->rope.dims);
   for (int32_t w = 0; w < p->backend->n_threads; w++) lay_out_worker(p, l, &p->workers[w]);

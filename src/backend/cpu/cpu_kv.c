@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "backend/cpu/cpu_kv_code.h"
 #include "base/mem.h"
 
 const struct cpu_kv_codec *cpu_kv_codec_for(enum kv_codec codec)
@@ -10,13 +11,17 @@ const struct cpu_kv_codec *cpu_kv_codec_for(enum kv_codec codec)
   switch (codec) {
   case KV_F16: return &cpu_kv_f16;
   case KV_F32: return &cpu_kv_f32;
+  case KV_INT8: return &cpu_kv_int8;
+  case KV_INT4: return &cpu_kv_int4;
+  case KV_FP4: return &cpu_kv_fp4;
   default: return NULL;
   }
 }
 
 static bool is_sane(const struct kv_geometry *g)
 {
-  return g->n_layers > 0 && g->n_layers <= 4096 && g->n_kv_heads > 0 && g->n_kv_heads <= 4096 && g->head_dim > 0 && g->head_dim <= 4096;
+  return g->n_layers > 0 && g->n_layers <= 4096 && g->n_kv_heads > 0 && g->n_kv_heads <= 4096 && g->head_dim > 0 &&
+         g->head_dim <= CPU_KV_MAX_HEAD_DIM;
 }
 
 uint64_t cpu_kv_page_bytes(const struct kv_geometry *g)
@@ -26,8 +31,8 @@ uint64_t cpu_kv_page_bytes(const struct kv_geometry *g)
   return (uint64_t)codec->block_bytes(g->head_dim) * (uint64_t)g->n_kv_heads * (uint64_t)g->n_layers;
 }
 
-enum sits_status cpu_kv_create(const struct kv_geometry *geometry, const struct cpu_ops *ops, struct backend_kv **out,
-                               struct sits_error *err)
+enum sits_status cpu_kv_create(const struct kv_geometry *geometry, const struct cpu_ops *ops, int32_t max_tokens, int32_t max_seqs,
+                               struct backend_kv **out, struct sits_error *err)
 {
   const struct cpu_kv_codec *codec = cpu_kv_codec_for(geometry->codec);
   if (!is_sane(geometry) || geometry->n_pages < 1) return sits_fail(err, SITS_INVALID_ARGUMENT, "kv: bad geometry");
@@ -38,16 +43,18 @@ enum sits_status cpu_kv_create(const struct kv_geometry *geometry, const struct 
   kv->geometry = *geometry;
   kv->codec = codec;
   kv->ops = ops;
-  kv->dv = (geometry->head_dim + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN;
+  kv->dv = cpu_kv_padded(geometry->head_dim);
   kv->block_bytes = codec->block_bytes(geometry->head_dim);
   kv->layer_bytes = kv->block_bytes * (size_t)geometry->n_kv_heads;
   kv->page_bytes = kv->layer_bytes * (size_t)geometry->n_layers;
   size_t n_bytes;
   /* Zeroed, and from the kernel: pages cost no memory before their first use. */
   if (!__builtin_mul_overflow(kv->page_bytes, (size_t)geometry->n_pages, &n_bytes)) kv->pages = mem_calloc(1, n_bytes + 64);
-  if (kv->pages == NULL) {
+  cpu_kv_code_init();
+  if (kv->pages == NULL || (codec->open_tokens > 0 && cpu_kv_open_create(kv, max_tokens, max_seqs, &kv->open) != SITS_OK)) {
+    (void)sits_fail(err, SITS_NOMEM, "kv: no memory for %d pages of %zu bytes", (int)geometry->n_pages, kv->page_bytes);
     cpu_kv_destroy(kv);
-    return sits_fail(err, SITS_NOMEM, "kv: no memory for %d pages of %zu bytes", (int)geometry->n_pages, kv->page_bytes);
+    return SITS_NOMEM;
   }
   *out = kv;
   return SITS_OK;
@@ -56,6 +63,7 @@ enum sits_status cpu_kv_create(const struct kv_geometry *geometry, const struct 
 void cpu_kv_destroy(struct backend_kv *kv)
 {
   if (kv == NULL) return;
+  cpu_kv_open_destroy(kv->open);
   mem_free(kv->pages);
   mem_free(kv);
 }
@@ -66,9 +74,12 @@ enum sits_status cpu_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *
 {
   for (int32_t i = 0; i < n; i++)
     if (!is_page(kv, copies[i].from_page) || !is_page(kv, copies[i].to_page)) return SITS_INVALID_ARGUMENT;
-  for (int32_t i = 0; i < n; i++)
-    if (copies[i].from_page != copies[i].to_page)
-      memcpy(cpu_kv_block(kv, copies[i].to_page, 0, 0), cpu_kv_block(kv, copies[i].from_page, 0, 0), kv->page_bytes);
+  for (int32_t i = 0; i < n; i++) {
+    const int32_t from = copies[i].from_page, to = copies[i].to_page;
+    if (from == to) continue;
+    memcpy(cpu_kv_block(kv, to, 0, 0), cpu_kv_block(kv, from, 0, 0), kv->page_bytes);
+    if (kv->open != NULL) cpu_kv_open_copied(kv, from, to);
+  }
   return SITS_OK;
 }
 
@@ -76,6 +87,7 @@ enum sits_status cpu_kv_read_page(struct backend_kv *kv, int32_t page, void *hos
 {
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
   memcpy(host, cpu_kv_block(kv, page, 0, 0), kv->page_bytes);
+  if (kv->open != NULL) cpu_kv_open_fold_into(kv, page, host);
   return SITS_OK;
 }
 
@@ -83,5 +95,6 @@ enum sits_status cpu_kv_write_page(struct backend_kv *kv, int32_t page, const vo
 {
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
   memcpy(cpu_kv_block(kv, page, 0, 0), host, kv->page_bytes);
+  if (kv->open != NULL) cpu_kv_open_written(kv, page);
   return SITS_OK;
 }

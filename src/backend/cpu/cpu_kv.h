@@ -3,9 +3,13 @@
  * Layout: a page is [layer][kv head] blocks of `block_bytes`; a block holds the K and V of P tokens of one head in one layer, so that
  * attention streams contiguous blocks. What is inside a block is the codec's business.
  *
- *   codec   block
- *   f16     K transposed [D][P] f16, then V [P][Dv] f16, Dv = D rounded up to CPU_V_ALIGN
- *   f32     the same in f32, to measure the others against
+ *   codec   bits   block (each codec's file has the details)
+ *   f16     16     K transposed [D][P] f16, then V [P][Dv] f16
+ *   f32     32     the same in f32, to measure the others against
+ *   int8     8.5   K [D][P], V [P][Dv], rotated, a scale per token
+ *   int4     4.5   K per channel over 32 tokens, V per token over 32 channels and rotated, scales and zero points
+ *   fp4      4.6   e2m1 in groups of 16 channels, rotated, the page's mean key taken out
+ * Dv is D rounded up to CPU_KV_PAD.
  *
  * Rules: 1. Appends to one block come from one thread at a time, in ascending slots; K and V may be appended by different threads.
  * 2. Readers run after a barrier. 3. Values beyond the format's range saturate: a stored number is always finite (f32 stores what it
@@ -20,29 +24,41 @@
 #include <stdint.h>
 
 #include "backend/backend.h"
+#include "backend/cpu/cpu_kv_open.h"
 #include "backend/cpu/cpu_ops.h"
 
 struct backend_kv;
+struct cpu_kv_open;
+
+#define CPU_KV_PAD 32                /* channels: widest group of a codec, a multiple of CPU_V_ALIGN */
+#define CPU_KV_MAX_HEAD_DIM 256
+
+static inline int32_t cpu_kv_padded(int32_t head_dim) { return (head_dim + CPU_KV_PAD - 1) / CPU_KV_PAD * CPU_KV_PAD; }
 
 /* Floats of scratch that attend_k and attend_v may use: a block expanded to f32. */
-#define CPU_KV_SCRATCH_FLOATS(head_dim) ((size_t)KV_PAGE_TOKENS * (size_t)(((head_dim) + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN))
+#define CPU_KV_SCRATCH_FLOATS(head_dim) ((size_t)KV_PAGE_TOKENS * (size_t)cpu_kv_padded(head_dim))
 
 struct cpu_kv_codec {
   enum kv_codec codec;
-  bool is_rotated;                   /* queries and K, V are Hadamard-rotated per head before use; outputs are rotated back */
+  bool rotates_k;                    /* queries and keys are Hadamard-rotated per head before use */
+  bool rotates_v;                    /* values are, and outputs are rotated back */
+  int32_t open_tokens;               /* group of tokens whose keys are quantised together (cpu_kv_open.h); 0 = each on its own */
   size_t (*block_bytes)(int32_t head_dim);
-  /* Store one token's key, or value, of one head. k, v: [D] f32, rotated by the caller where is_rotated. */
-  void (*append_k)(const struct backend_kv *kv, int32_t page, void *block, int32_t slot, const float *k);
-  void (*append_v)(const struct backend_kv *kv, int32_t page, void *block, int32_t slot, const float *v);
+  /* Store one token's key, or value, of one head. k, v: [D] f32, rotated by the caller. open: the group's tile, NULL without groups. */
+  void (*append_k)(const struct backend_kv *kv, void *block, int32_t slot, const float *k, uint16_t *open);
+  void (*append_v)(const struct backend_kv *kv, void *block, int32_t slot, const float *v);
   /* scores[r][j] = q[r] . k_j for the first n tokens of the block (lanes up to the next multiple of CPU_V_ALIGN are written too). */
-  void (*attend_k)(const struct backend_kv *kv, int32_t page, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n,
-                   float *scores, int32_t lds, float *scratch);
+  void (*attend_k)(const struct backend_kv *kv, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n, float *scores,
+                   int32_t lds, float *scratch);
   /* acc[r][0..Dv) += sum over j < n of p[r][j] * v_j, j ascending. */
-  void (*attend_v)(const struct backend_kv *kv, int32_t page, const void *block, const float *p, int32_t ldp, int32_t rows, int32_t n,
-                   float *acc, float *scratch);
+  void (*attend_v)(const struct backend_kv *kv, const void *block, const float *p, int32_t ldp, int32_t rows, int32_t n, float *acc,
+                   float *scratch);
+  /* With groups only: quantise the first n tokens of a tile into the block; and the reverse. */
+  void (*fold)(const struct backend_kv *kv, void *block, int32_t group, const uint16_t *open, int32_t n);
+  void (*unfold)(const struct backend_kv *kv, const void *block, int32_t group, uint16_t *open);
 };
 
-extern const struct cpu_kv_codec cpu_kv_f16, cpu_kv_f32;
+extern const struct cpu_kv_codec cpu_kv_f16, cpu_kv_f32, cpu_kv_int8, cpu_kv_int4, cpu_kv_fp4;
 
 const struct cpu_kv_codec *cpu_kv_codec_for(enum kv_codec codec); /* NULL: not supported */
 
@@ -50,9 +66,10 @@ struct backend_kv {
   struct kv_geometry geometry;
   const struct cpu_kv_codec *codec;
   const struct cpu_ops *ops;
-  int32_t dv;                        /* D rounded up to CPU_V_ALIGN */
+  int32_t dv;                        /* cpu_kv_padded(D) */
   size_t block_bytes, layer_bytes, page_bytes;
   unsigned char *pages;              /* [n_pages][page_bytes] */
+  struct cpu_kv_open *open;          /* NULL without groups */
 };
 
 static inline unsigned char *cpu_kv_block(const struct backend_kv *kv, int32_t page, int32_t layer, int32_t head)
@@ -61,8 +78,9 @@ static inline unsigned char *cpu_kv_block(const struct backend_kv *kv, int32_t p
 }
 
 uint64_t cpu_kv_page_bytes(const struct kv_geometry *geometry);
-enum sits_status cpu_kv_create(const struct kv_geometry *geometry, const struct cpu_ops *ops, struct backend_kv **out,
-                               struct sits_error *err) SITS_MUST_CHECK;
+/* max_tokens, max_seqs: the largest batch. */
+enum sits_status cpu_kv_create(const struct kv_geometry *geometry, const struct cpu_ops *ops, int32_t max_tokens, int32_t max_seqs,
+                               struct backend_kv **out, struct sits_error *err) SITS_MUST_CHECK;
 void cpu_kv_destroy(struct backend_kv *kv);
 enum sits_status cpu_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n) SITS_MUST_CHECK;
 enum sits_status cpu_kv_read_page(struct backend_kv *kv, int32_t page, void *host) SITS_MUST_CHECK;

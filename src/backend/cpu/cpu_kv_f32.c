@@ -5,41 +5,38 @@
 
 #define P KV_PAGE_TOKENS
 
-static int32_t padded(int32_t head_dim) { return (head_dim + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN; }
-
 /* Rounded up to whole cache lines. */
 static size_t block_bytes(int32_t head_dim)
 {
-  const size_t n = (size_t)P * (size_t)(head_dim + padded(head_dim)) * sizeof(float);
+  const size_t n = (size_t)P * (size_t)(head_dim + cpu_kv_padded(head_dim)) * sizeof(float);
   return (n + 63) / 64 * 64;
 }
 
-static void append_k(const struct backend_kv *kv, int32_t page, void *block, int32_t slot, const float *k)
+static void append_k(const struct backend_kv *kv, void *block, int32_t slot, const float *k, uint16_t *open)
 {
-  (void)page;
+  (void)open;
   const int32_t D = kv->geometry.head_dim;
   float *column = (float *)block + slot;
   for (int32_t d = 0; d < D; d++) column[(size_t)d * P] = k[d];
 }
 
-static void append_v(const struct backend_kv *kv, int32_t page, void *block, int32_t slot, const float *v)
+static void append_v(const struct backend_kv *kv, void *block, int32_t slot, const float *v)
 {
-  (void)page;
   const int32_t D = kv->geometry.head_dim;
   memcpy((float *)block + (size_t)D * P + (size_t)slot * (size_t)kv->dv, v, (size_t)D * sizeof *v);
 }
 
-static void attend_k(const struct backend_kv *kv, int32_t page, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n,
-                     float *scores, int32_t lds, float *scratch)
+static void attend_k(const struct backend_kv *kv, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n, float *scores,
+                     int32_t lds, float *scratch)
 {
-  (void)page, (void)scratch;
-  kv->ops->qk_f32(q, ldq, rows, block, kv->geometry.head_dim, n, scores, lds);
+  (void)scratch;
+  kv->ops->qk_f32(q, ldq, rows, block, P, kv->geometry.head_dim, n, scores, lds);
 }
 
-static void attend_v(const struct backend_kv *kv, int32_t page, const void *block, const float *p, int32_t ldp, int32_t rows, int32_t n,
-                     float *acc, float *scratch)
+static void attend_v(const struct backend_kv *kv, const void *block, const float *p, int32_t ldp, int32_t rows, int32_t n, float *acc,
+                     float *scratch)
 {
-  (void)page, (void)scratch;
+  (void)scratch;
   const float *v = (const float *)block + (size_t)kv->geometry.head_dim * P;
   kv->ops->pv_f32(p, ldp, rows, v, kv->dv, n, acc);
 }

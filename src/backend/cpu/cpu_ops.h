@@ -28,14 +28,27 @@ struct cpu_ops {
   /* y = y * b + x * a */
   void (*scale_add)(float *y, float b, const float *x, float a, int32_t n);
 
-  /* scores[r][j] = sum_d q[r][d] * k[d][j], j < n rounded up to CPU_V_ALIGN (at most P). q: [rows][ldq]; scores: [rows][lds]. */
-  void (*qk_f16)(const float *q, int32_t ldq, int32_t rows, const uint16_t *k, int32_t head_dim, int32_t n, float *scores, int32_t lds);
-  void (*qk_f32)(const float *q, int32_t ldq, int32_t rows, const float *k, int32_t head_dim, int32_t n, float *scores, int32_t lds);
+  /* scores[r][j] = sum_d q[r][d] * k[d][j], j < n rounded up to CPU_V_ALIGN (at most ldk). q: [rows][ldq]; k: [D][ldk];
+   * scores: [rows][lds]. */
+  void (*qk_f16)(const float *q, int32_t ldq, int32_t rows, const uint16_t *k, int32_t ldk, int32_t head_dim, int32_t n, float *scores,
+                 int32_t lds);
+  void (*qk_f32)(const float *q, int32_t ldq, int32_t rows, const float *k, int32_t ldk, int32_t head_dim, int32_t n, float *scores,
+                 int32_t lds);
   /* acc[r][c] += sum_{j < n} p[r][j] * v[j][c], c < dv, j ascending. p: [rows][ldp]; acc: [rows][dv]. */
   void (*pv_f16)(const float *p, int32_t ldp, int32_t rows, const uint16_t *v, int32_t dv, int32_t n, float *acc);
   void (*pv_f32)(const float *p, int32_t ldp, int32_t rows, const float *v, int32_t dv, int32_t n, float *acc);
   /* s[j] = exp(s[j] - max) for lo <= j < hi and 0 elsewhere below n; n a multiple of CPU_V_ALIGN, lo < hi. Returns the sum and *max. */
   float (*softmax)(float *s, int32_t n, int32_t lo, int32_t hi, float *max);
+
+  /* Quantised blocks to f32 (cpu_kv_code.h has the number formats). */
+  void (*expand_i8_columns)(const int8_t *x, const float *scales, int32_t rows, float *y); /* [rows][P], a scale for each of P columns */
+  void (*expand_i8_row)(const int8_t *x, float scale, int32_t n, float *y);
+  /* n_groups groups of 32: y = (nibble - zero) * scale; byte i of a group's 16 holds elements i and i + 16. */
+  void (*expand_u4)(const uint8_t *x, const uint8_t *scales, const int8_t *zeros, int32_t n_groups, float *y);
+  /* [rows][P] e2m1, scales [(rows + 15) / 16][P], y = value * scale + means[row]; byte i of a row's 32 holds columns i and i + 32. */
+  void (*expand_fp4_columns)(const uint8_t *x, const uint8_t *scales, const float *means, int32_t rows, float *y);
+  /* n_groups groups of 16 e2m1: byte i of a group's 8 holds elements i and i + 8. */
+  void (*expand_fp4_groups)(const uint8_t *x, const uint8_t *scales, int32_t n_groups, float *y);
 
   void (*to_f16)(const float *x, int32_t n, uint16_t *y);  /* round to nearest even; beyond 65504 saturates */
   void (*hadamard)(float *x, int32_t n);                   /* in place, orthonormal, n a power of two */

@@ -11,6 +11,7 @@
 #include <stddef.h>
 
 #include "backend/backend.h"
+#include "backend/cpu/cpu_kv_code.h"
 
 #define P KV_PAGE_TOKENS
 #define INLINE static inline __attribute__((always_inline))
@@ -117,15 +118,15 @@ static void op_scale_add(float *y, float b, const float *x, float a, int32_t n)
 
 /* One tile of scores: R rows by NT vectors of tokens, all D channels. R and NT are constants at every call, so acc lives in registers. */
 #define QK_TILE(NAME, TYPE, LOAD)                                                                                              \
-  INLINE void NAME##_tile(const float *q, int32_t ldq, const TYPE *k, int32_t head_dim, float *s, int32_t lds, const int R,     \
-                          const int NT)                                                                                        \
+  INLINE void NAME##_tile(const float *q, int32_t ldq, const TYPE *k, int32_t ldk, int32_t head_dim, float *s, int32_t lds,     \
+                          const int R, const int NT)                                                                           \
   {                                                                                                                            \
     VEC acc[6][4];                                                                                                             \
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
       _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) acc[r][t] = v_set1(0);                                              \
     for (int32_t d = 0; d < head_dim; d++) {                                                                                   \
       VEC kv[4];                                                                                                               \
-      _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) kv[t] = LOAD(k + (size_t)d * P + t * VW);                           \
+      _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) kv[t] = LOAD(k + (size_t)d * (size_t)ldk + t * VW);                 \
       _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                                    \
         const VEC qv = v_set1(q[(size_t)r * ldq + d]);                                                                         \
         _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) acc[r][t] = v_fma(qv, kv[t], acc[r][t]);                          \
@@ -134,27 +135,27 @@ static void op_scale_add(float *y, float b, const float *x, float a, int32_t n)
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
       _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) v_store(s + (size_t)r * lds + t * VW, acc[r][t]);                   \
   }                                                                                                                            \
-  INLINE void NAME##_rows(const float *q, int32_t ldq, const TYPE *k, int32_t head_dim, int32_t nv, float *s, int32_t lds,      \
-                          const int R, const int NT)                                                                           \
+  INLINE void NAME##_rows(const float *q, int32_t ldq, const TYPE *k, int32_t ldk, int32_t head_dim, int32_t nv, float *s,      \
+                          int32_t lds, const int R, const int NT)                                                                         \
   {                                                                                                                            \
     int32_t t = 0;                                                                                                             \
-    for (; t + NT <= nv; t += NT) NAME##_tile(q, ldq, k + t * VW, head_dim, s + t * VW, lds, R, NT);                           \
-    for (; t < nv; t++) NAME##_tile(q, ldq, k + t * VW, head_dim, s + t * VW, lds, R, 1);                                      \
+    for (; t + NT <= nv; t += NT) NAME##_tile(q, ldq, k + t * VW, ldk, head_dim, s + t * VW, lds, R, NT);                           \
+    for (; t < nv; t++) NAME##_tile(q, ldq, k + t * VW, ldk, head_dim, s + t * VW, lds, R, 1);                                      \
   }                                                                                                                            \
-  static void op_##NAME(const float *q, int32_t ldq, int32_t rows, const TYPE *k, int32_t head_dim, int32_t n, float *s,        \
-                        int32_t lds)                                                                                           \
+  static void op_##NAME(const float *q, int32_t ldq, int32_t rows, const TYPE *k, int32_t ldk, int32_t head_dim, int32_t n,    \
+                        float *s, int32_t lds)                                                                                          \
   {                                                                                                                            \
     const int32_t nv = (n + CPU_V_ALIGN - 1) / CPU_V_ALIGN * (CPU_V_ALIGN / VW);                                               \
     int32_t r = 0;                                                                                                             \
-    for (; r + 6 <= rows; r += 6) NAME##_rows(q + (size_t)r * ldq, ldq, k, head_dim, nv, s + (size_t)r * lds, lds, 6, 2);      \
+    for (; r + 6 <= rows; r += 6) NAME##_rows(q + (size_t)r * ldq, ldq, k, ldk, head_dim, nv, s + (size_t)r * lds, lds, 6, 2);      \
     q += (size_t)r * ldq;                                                                                                      \
     s += (size_t)r * lds;                                                                                                      \
     switch (rows - r) {                                                                                                        \
-    case 5: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 5, 2); break;                                                         \
-    case 4: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 4, 2); break;                                                         \
-    case 3: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 3, 4); break;                                                         \
-    case 2: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 2, 4); break;                                                         \
-    case 1: NAME##_rows(q, ldq, k, head_dim, nv, s, lds, 1, 4); break;                                                         \
+    case 5: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 5, 2); break;                                                         \
+    case 4: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 4, 2); break;                                                         \
+    case 3: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 3, 4); break;                                                         \
+    case 2: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 2, 4); break;                                                         \
+    case 1: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 1, 4); break;                                                         \
     default: break;                                                                                                            \
     }                                                                                                                          \
   }
@@ -227,6 +228,60 @@ static float op_softmax(float *s, int32_t n, int32_t lo, int32_t hi, float *max)
   return v_sum(sum);
 }
 
+/* ---- expansion of quantised blocks: plain loops, which the compiler turns into vectors of each level ---- */
+
+static void op_expand_i8_columns(const int8_t *restrict x, const float *restrict scales, int32_t rows, float *restrict y)
+{
+  for (int32_t r = 0; r < rows; r++)
+    for (int32_t j = 0; j < P; j++) y[r * P + j] = (float)x[r * P + j] * scales[j];
+}
+
+static void op_expand_i8_row(const int8_t *restrict x, float scale, int32_t n, float *restrict y)
+{
+  for (int32_t i = 0; i < n; i++) y[i] = (float)x[i] * scale;
+}
+
+static void op_expand_u4(const uint8_t *restrict x, const uint8_t *restrict scales, const int8_t *restrict zeros, int32_t n_groups,
+                         float *restrict y)
+{
+  for (int32_t g = 0; g < n_groups; g++, x += 16, y += 32) {
+    const float scale = cpu_kv_scale(scales[g]);
+    const int32_t zero = zeros[g];
+    for (int32_t i = 0; i < 16; i++) y[i] = (float)((x[i] & 15) - zero) * scale;
+    for (int32_t i = 0; i < 16; i++) y[16 + i] = (float)((x[i] >> 4) - zero) * scale;
+  }
+}
+
+/* Twice the value of an e2m1 number: 0 1 2 3 4 6 8 12, sign in bit 3. */
+INLINE int32_t e2m1_doubled(int32_t code)
+{
+  const int32_t exponent = code >> 1 & 3, mantissa = code & 1, sign = -(code >> 3 & 1);
+  const int32_t size = exponent == 0 ? mantissa : (2 + mantissa) << (exponent - 1);
+  return (size ^ sign) - sign;
+}
+
+static void op_expand_fp4_columns(const uint8_t *restrict x, const uint8_t *restrict scales, const float *restrict means, int32_t rows,
+                                  float *restrict y)
+{
+  float s[P];
+  for (int32_t r = 0; r < rows; r++, x += P / 2, y += P) {
+    if (r % 16 == 0)
+      for (int32_t j = 0; j < P; j++) s[j] = 0.5f * cpu_kv_scale(scales[r / 16 * P + j]);
+    const float mean = means[r];
+    for (int32_t i = 0; i < P / 2; i++) y[i] = (float)e2m1_doubled(x[i] & 15) * s[i] + mean;
+    for (int32_t i = 0; i < P / 2; i++) y[P / 2 + i] = (float)e2m1_doubled(x[i] >> 4) * s[P / 2 + i] + mean;
+  }
+}
+
+static void op_expand_fp4_groups(const uint8_t *restrict x, const uint8_t *restrict scales, int32_t n_groups, float *restrict y)
+{
+  for (int32_t g = 0; g < n_groups; g++, x += 8, y += 16) {
+    const float scale = 0.5f * cpu_kv_scale(scales[g]);
+    for (int32_t i = 0; i < 8; i++) y[i] = (float)e2m1_doubled(x[i] & 15) * scale;
+    for (int32_t i = 0; i < 8; i++) y[8 + i] = (float)e2m1_doubled(x[i] >> 4) * scale;
+  }
+}
+
 static void op_to_f16(const float *x, int32_t n, uint16_t *y)
 {
   const VEC top = v_set1(65504.0f), bottom = v_set1(-65504.0f);
@@ -256,6 +311,8 @@ static void op_hadamard(float *x, int32_t n)
 
 const struct cpu_ops CPU_OPS = {
     .rmsnorm = op_rmsnorm, .rope = op_rope, .swiglu = op_swiglu, .add = op_add, .scale_add = op_scale_add, .qk_f16 = op_qk_f16,
-    .qk_f32 = op_qk_f32, .pv_f16 = op_pv_f16, .pv_f32 = op_pv_f32, .softmax = op_softmax, .to_f16 = op_to_f16, .hadamard = op_hadamard};
+    .qk_f32 = op_qk_f32, .pv_f16 = op_pv_f16, .pv_f32 = op_pv_f32, .softmax = op_softmax,
+    .expand_i8_columns = op_expand_i8_columns, .expand_i8_row = op_expand_i8_row, .expand_u4 = op_expand_u4,
+    .expand_fp4_columns = op_expand_fp4_columns, .expand_fp4_groups = op_expand_fp4_groups, .to_f16 = op_to_f16, .hadamard = op_hadamard};
 
 #endif

@@ -92,7 +92,7 @@ struct cpu_batch {                   /* [submit] */
   struct backend_kv *kv;
   int32_t n_blocks;
   struct cpu_block *blocks;          /* [max_blocks] */
-  int32_t *page, *slot, *seq;        /* [max_tokens] where each token's key and value go; its sequence */
+  int32_t *page, *slot, *tile;       /* [max_tokens] where each token's key and value go; tile: its group (cpu_kv_open.h) */
   float *cosines, *sines;            /* [max_tokens][rope.dims] [shared] */
   int32_t n_chunks;                  /* of the longest sequence */
   bool splits_context;               /* chunks of one block are handled by several workers */

@@ -91,16 +91,17 @@ void cpu_store_k(struct backend_program *p, int32_t layer, int32_t t, int32_t he
 {
   const struct backend_kv *kv = p->batch.kv;
   const int32_t page = p->batch.page[t];
-  if (kv->codec->is_rotated) cpu_rotate_head(p->backend->ops, k, p->program->dims.head_dim);
-  kv->codec->append_k(kv, page, cpu_kv_block(kv, page, layer, head), p->batch.slot[t], k);
+  if (kv->codec->rotates_k) cpu_rotate_head(p->backend->ops, k, p->program->dims.head_dim);
+  uint16_t *open = kv->open != NULL ? cpu_kv_open_tile(kv, p->batch.tile[t], layer, head) : NULL;
+  kv->codec->append_k(kv, cpu_kv_block(kv, page, layer, head), p->batch.slot[t], k, open);
 }
 
 void cpu_store_v(struct backend_program *p, int32_t layer, int32_t t, int32_t head, float *v)
 {
   const struct backend_kv *kv = p->batch.kv;
   const int32_t page = p->batch.page[t];
-  if (kv->codec->is_rotated) cpu_rotate_head(p->backend->ops, v, p->program->dims.head_dim);
-  kv->codec->append_v(kv, page, cpu_kv_block(kv, page, layer, head), p->batch.slot[t], v);
+  if (kv->codec->rotates_v) cpu_rotate_head(p->backend->ops, v, p->program->dims.head_dim);
+  kv->codec->append_v(kv, cpu_kv_block(kv, page, layer, head), p->batch.slot[t], v);
 }
 
 /* One head, all tokens: a block of the cache belongs to one worker at a time, which sees its tokens in order. */

@@ -1,0 +1,368 @@
+/* The CPU's KV codecs and page memory: what is stored comes back as the naive twins say, attention over every codec matches attention over
+ * those numbers, results do not depend on how tokens were batched, and pages copied, swapped or recycled keep their contents. */
+#include "rig.h"
+#include "synth.h"
+
+#include "backend/cpu/cpu_kv.h"
+#include "backend/cpu/cpu_kv_code.h"
+#include "ref/ref_kv.h"
+#include "tensor/dequant.h"
+
+#define P KV_PAGE_TOKENS
+
+static const enum kv_codec codecs[] = {KV_F32, KV_F16, KV_INT8, KV_INT4, KV_FP4};
+enum { N_CODECS = sizeof codecs / sizeof *codecs };
+
+static uint64_t random_state = 7;
+static float uniform(float size)
+{
+  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+  return size * (float)((double)(int32_t)(random_state >> 32) / 2147483648.0);
+}
+
+static struct backend_kv *make_kv(enum kv_codec codec, enum cpu_isa isa, int32_t head_dim)
+{
+  struct backend_kv *kv = NULL;
+  struct sits_error err;
+  const struct kv_geometry g = {.n_layers = 1, .n_kv_heads = 1, .head_dim = head_dim, .n_pages = 2, .codec = codec};
+  RIG_OK(cpu_kv_create(&g, cpu_ops_for(isa), 256, 4, &kv, &err), err);
+  return kv;
+}
+
+/* What the codec makes of a page of keys [P][D], in the basis that queries are brought to. */
+static void expected_keys(enum kv_codec codec, double *k, int32_t D)
+{
+  for (int32_t j = 0; j < P; j++) {
+    double *x = k + (int64_t)j * D;
+    if (codec == KV_INT8 || codec == KV_FP4) ref_kv_rotate(x, D);
+    if (codec == KV_INT8) ref_kv_int8(x, D);
+    for (int32_t d = 0; d < D && codec != KV_F32 && codec != KV_INT8; d++) x[d] = half_to_float(float_to_half((float)x[d]));
+  }
+  for (int32_t d = 0; d < D && codec == KV_INT4; d++)
+    for (int32_t g = 0; g < P; g += 32) {
+      double x[32];
+      for (int32_t j = 0; j < 32; j++) x[j] = k[(int64_t)(g + j) * D + d];
+      ref_kv_u4(x, 32);
+      for (int32_t j = 0; j < 32; j++) k[(int64_t)(g + j) * D + d] = x[j];
+    }
+  if (codec != KV_FP4) return;
+  double mean[256] = {0};
+  for (int32_t d = 0; d < D; d++) {
+    for (int32_t j = 0; j < P; j++) mean[d] += k[(int64_t)j * D + d] / P;
+    mean[d] = half_to_float(float_to_half((float)mean[d]));
+  }
+  for (int32_t j = 0; j < P; j++)
+    for (int32_t d0 = 0; d0 < D; d0 += 16) {
+      double x[16];
+      const int32_t n = D - d0 < 16 ? D - d0 : 16;
+      for (int32_t i = 0; i < n; i++) x[i] = k[(int64_t)j * D + d0 + i] - mean[d0 + i];
+      ref_kv_fp4(x, n);
+      for (int32_t i = 0; i < n; i++) k[(int64_t)j * D + d0 + i] = x[i] + mean[d0 + i];
+    }
+}
+
+static void expected_value(enum kv_codec codec, double *v, int32_t D)
+{
+  if (codec == KV_F32) return;
+  if (codec == KV_F16) {
+    for (int32_t d = 0; d < D; d++) v[d] = half_to_float(float_to_half((float)v[d]));
+    return;
+  }
+  ref_kv_rotate(v, D);
+  const int32_t group = codec == KV_INT8 ? D : codec == KV_INT4 ? 32 : 16;
+  for (int32_t d = 0; d < D; d += group) {
+    const int32_t n = D - d < group ? D - d : group;
+    if (codec == KV_INT8) ref_kv_int8(v + d, n);
+    if (codec == KV_INT4) ref_kv_u4(v + d, n);
+    if (codec == KV_FP4) ref_kv_fp4(v + d, n);
+  }
+}
+
+/* Read a page back through attend_k and attend_v with unit vectors, and compare. A page's mean key may round to the neighbouring f16, far
+ * less than a step of fp4. Two candidate scales of nearly equal error, or a number on
+ * a rounding border, may fall the other way in f32: a few elements may then differ by a step, so the bound is on their share. */
+static void check_round_trip(enum kv_codec codec, enum cpu_isa isa, int32_t D)
+{
+  struct backend_kv *kv = make_kv(codec, isa, D);
+  float *scratch = mem_aligned(64, CPU_KV_SCRATCH_FLOATS(D) * sizeof *scratch);
+  uint16_t *tile = mem_calloc((size_t)D * P, sizeof *tile);
+  double *k = mem_alloc(sizeof(double) * P * (size_t)D), *v = mem_alloc(sizeof(double) * P * (size_t)D);
+  assert_true(scratch != NULL && tile != NULL && k != NULL && v != NULL);
+  void *block = cpu_kv_block(kv, 1, 0, 0);
+  for (int32_t j = 0; j < P; j++) {
+    float x[256], y[256];
+    for (int32_t d = 0; d < D; d++) {
+      k[(int64_t)j * D + d] = x[d] = uniform(2) + (d % 5 == 0 ? 9 : 0); /* constant offsets, as real keys have */
+      v[(int64_t)j * D + d] = y[d] = uniform(d % 7 == 0 ? 0.01f : 1);
+    }
+    if (codec == KV_INT8 || codec == KV_FP4)
+      for (int32_t b = D & -D, i = 0; i < D; i += b) kv->ops->hadamard(x + i, b);
+    if (codec == KV_INT8 || codec == KV_FP4 || codec == KV_INT4)
+      for (int32_t b = D & -D, i = 0; i < D; i += b) kv->ops->hadamard(y + i, b);
+    kv->codec->append_k(kv, block, j, x, tile);
+    kv->codec->append_v(kv, block, j, y);
+    expected_value(codec, v + (int64_t)j * D, D);
+  }
+  expected_keys(codec, k, D);
+  int32_t n_off = 0;
+  for (int32_t d = 0; d < D; d++) {
+    float q[256] = {0}, scores[P], p[P] = {0}, acc[256] = {0};
+    q[d] = 1;
+    kv->codec->attend_k(kv, block, q, D, 1, P, scores, P, scratch);
+    for (int32_t j = 0; j < P; j++) n_off += !(fabs(scores[j] - k[(int64_t)j * D + d]) <= (codec == KV_FP4 ? 0.01 : 2e-5));
+    const int32_t j = d % P;
+    p[j] = 1;
+    kv->codec->attend_v(kv, block, p, P, 1, P, acc, scratch);
+    for (int32_t c = 0; c < D; c++) n_off += !(fabs(acc[c] - v[(int64_t)j * D + c]) <= 2e-6);
+  }
+  const double share = (double)n_off / (2.0 * P * D);
+  /* a mean that rounds to its neighbour moves 64 numbers of fp4 a little, some of them across a border */
+  if (share > (codec == KV_F32 || codec == KV_F16 ? 0 : codec == KV_FP4 ? 0.01 : 0.004))
+    fail_msg("%s at %s, D %d: %.2f %% of the elements differ", kv_codec_name(codec), cpu_isa_name(isa), (int)D, 100 * share);
+  mem_free(scratch);
+  mem_free(tile);
+  mem_free(k);
+  mem_free(v);
+  cpu_kv_destroy(kv);
+}
+
+static void test_round_trips(void **state)
+{
+  (void)state;
+  static const int32_t head_dims[] = {8, 64, 80, 96, 128};
+  for (int isa = 0; isa <= (int)cpu_isa_best(); isa++)
+    for (size_t c = 0; c < N_CODECS; c++)
+      for (size_t d = 0; d < 5; d++) check_round_trip(codecs[c], (enum cpu_isa)isa, head_dims[d]);
+}
+
+static void test_page_bytes(void **state)
+{
+  (void)state;
+  struct kv_geometry g = {.n_layers = 30, .n_kv_heads = 3, .head_dim = 64, .n_pages = 1, .codec = KV_F16};
+  const double f16 = (double)backend_find("cpu")->kv_page_bytes(&g);
+  assert_true(f16 == 30.0 * 3 * 64 * 64 * 2 * 2);
+  g.codec = KV_INT8;
+  assert_true(backend_find("cpu")->kv_page_bytes(&g) / f16 <= 0.54);
+  g.codec = KV_INT4;
+  assert_true(backend_find("cpu")->kv_page_bytes(&g) / f16 <= 0.285);
+  g.codec = KV_FP4;
+  assert_true(backend_find("cpu")->kv_page_bytes(&g) / f16 <= 0.29);
+  g.head_dim = 100000;
+  assert_true(backend_find("cpu")->kv_page_bytes(&g) == 0);
+}
+
+static const struct synth_shape shape = {"kv", 2, 64, 6, 2, 32, 64, 50, 0, 0, false, false, false, true};
+
+static struct rig open_rig(struct synth *synth, enum kv_codec codec, int32_t n_threads)
+{
+  return rig_attach(&synth->model, &(struct rig_options){.n_threads = n_threads, .max_batch_tokens = 512, .max_seqs = 512, .n_pages = 12,
+                                                         .fusions = ~0u, .codec = codec});
+}
+
+enum { N = 3 * P + 9, V = 50 };
+
+static void make_ids(int32_t *ids, int32_t seed)
+{
+  for (int32_t i = 0; i < N; i++) ids[i] = (i * 29 + i * i % 11 + seed * 13) % V;
+}
+
+/* The same bits from one step, odd pieces, and single tokens; and a rollback (as after a refused draft) changes nothing. */
+static void test_batching_does_not_matter(void **state)
+{
+  (void)state;
+  static float want[N * V];
+  struct synth synth;
+  int32_t ids[N], junk[8] = {1, 2, 3, 4, 5, 6, 7, 8}, table[4] = {5, 3, 11, 0};
+  make_ids(ids, 1);
+  synth_init(&synth, &shape, 5);
+  for (size_t c = 0; c < N_CODECS; c++) {
+    struct rig rig = open_rig(&synth, codecs[c], 2);
+    memcpy(want, rig_step(&rig, &(struct rig_part){ids, N, 0, table}, 1, true), sizeof want);
+    for (int way = 0; way < 3; way++)
+      for (int32_t t = 0, n; t < N; t += n) {
+        n = way == 0 ? 1 : way == 1 ? 1 + t % 23 : 5;
+        if (n > N - t) n = N - t;
+        if (way == 2 && t + 8 < N) rig_step(&rig, &(struct rig_part){junk, 8, t, table}, 1, true); /* drafted, then refused */
+        const float *logits = rig_step(&rig, &(struct rig_part){ids + t, n, t, table}, 1, true);
+        if (memcmp(logits, want + (int64_t)t * V, (size_t)n * V * sizeof *want) != 0)
+          fail_msg("%s: other bits at token %d, way %d", kv_codec_name(codecs[c]), (int)t, way);
+      }
+    rig_close(&rig);
+  }
+  synth_fini(&synth);
+}
+
+/* A sequence forked in the middle of a page goes on as its parent would, and both stay apart. */
+static void test_copied_pages(void **state)
+{
+  (void)state;
+  static float want[N * V], want_b[N * V];
+  struct synth synth;
+  int32_t ids[N], other[N], table[4] = {0, 1, 2, 3}, fork[4] = {0, 7, 8, 9};
+  make_ids(ids, 1);
+  make_ids(other, 2);
+  const int32_t cut = P + 41;
+  memcpy(other, ids, (size_t)cut * sizeof *ids);
+  synth_init(&synth, &shape, 6);
+  for (size_t c = 0; c < N_CODECS; c++) {
+    struct rig rig = open_rig(&synth, codecs[c], 2);
+    memcpy(want_b, rig_step(&rig, &(struct rig_part){other, N, 0, table}, 1, true), sizeof want);
+    memcpy(want, rig_step(&rig, &(struct rig_part){ids, N, 0, table}, 1, true), sizeof want);
+    rig_step(&rig, &(struct rig_part){ids, cut, 0, table}, 1, true);
+    assert_int_equal(rig.vt->kv_copy_pages(rig.kv, &(struct kv_copy){1, 7}, 1), SITS_OK);
+    const struct rig_part parts[2] = {{ids + cut, N - cut, cut, table}, {other + cut, N - cut, cut, fork}};
+    const float *logits = rig_step(&rig, parts, 2, true);
+    assert_memory_equal(logits, want + (int64_t)cut * V, (size_t)(N - cut) * V * sizeof *want);
+    assert_memory_equal(logits + (int64_t)(N - cut) * V, want_b + (int64_t)cut * V, (size_t)(N - cut) * V * sizeof *want);
+    rig_close(&rig);
+  }
+  synth_fini(&synth);
+}
+
+static double distance(const float *a, const float *b, int32_t n)
+{
+  double sum = 0;
+  for (int32_t i = 0; i < n; i++) sum += (double)(a[i] - b[i]) * (a[i] - b[i]);
+  return sqrt(sum / n);
+}
+
+/* Pages swapped out and in elsewhere: bit for bit for complete groups; where an open group had to be folded, about as near to the exact
+ * cache's logits as the codec is anyway. */
+static void test_swapped_pages(void **state)
+{
+  (void)state;
+  static float want[N * V], exact[N * V];
+  struct synth synth;
+  int32_t ids[N], table[4] = {0, 1, 2, 3}, moved[4] = {8, 9, 10, 11};
+  make_ids(ids, 3);
+  synth_init(&synth, &shape, 8);
+  for (size_t c = 0; c < N_CODECS; c++)
+    for (int open = 0; open < 2; open++) {
+      const int32_t cut = open ? P + 41 : 2 * P;
+      struct rig rig = open_rig(&synth, codecs[c], 1);
+      const struct kv_geometry g = {.n_layers = 2, .n_kv_heads = 2, .head_dim = 32, .n_pages = 12, .codec = codecs[c]};
+      unsigned char *image = mem_alloc(rig.vt->kv_page_bytes(&g));
+      assert_non_null(image);
+      memcpy(want, rig_step(&rig, &(struct rig_part){ids, N, 0, table}, 1, true), sizeof want);
+      if (codecs[c] == KV_F32) memcpy(exact, want, sizeof want);
+      rig_step(&rig, &(struct rig_part){ids, cut, 0, table}, 1, true);
+      for (int i = 0; i < 2; i++) {
+        assert_int_equal(rig.vt->kv_read_page(rig.kv, table[i], image), SITS_OK);
+        assert_int_equal(rig.vt->kv_write_page(rig.kv, moved[i], image), SITS_OK);
+      }
+      const float *logits = rig_step(&rig, &(struct rig_part){ids + cut, N - cut, cut, moved}, 1, true);
+      const int32_t n = (N - cut) * V;
+      if (open && (codecs[c] == KV_INT4 || codecs[c] == KV_FP4))
+        assert_true(distance(logits, exact + cut * V, n) < 1.5 * distance(want + cut * V, exact + cut * V, n));
+      else
+        assert_memory_equal(logits, want + cut * V, (size_t)n * sizeof *want);
+      mem_free(image);
+      rig_close(&rig);
+    }
+  synth_fini(&synth);
+}
+
+/* More abandoned sequences than open slots: recycling must not disturb the one that goes on. */
+static void test_recycled_slots(void **state)
+{
+  (void)state;
+  static float want[N * V];
+  struct synth synth;
+  int32_t ids[N], table[4] = {0, 1, 2, 3};
+  make_ids(ids, 4);
+  synth_init(&synth, &shape, 9);
+  for (size_t c = 0; c < N_CODECS; c++) {
+    struct rig rig = rig_attach(&synth.model, &(struct rig_options){.n_threads = 1, .max_batch_tokens = 256, .max_seqs = 256, .n_pages = 12,
+                                                                    .fusions = ~0u, .codec = codecs[c]});
+    memcpy(want, rig_step(&rig, &(struct rig_part){ids, N, 0, table}, 1, true), sizeof want);
+    rig_close(&rig);
+    rig = rig_attach(&synth.model, &(struct rig_options){.n_threads = 1, .max_batch_tokens = 256, .max_seqs = 1, .n_pages = 64,
+                                                         .fusions = ~0u, .codec = codecs[c]});
+    for (int32_t t = 0; t < N; t++) {
+      const float *logits = rig_step(&rig, &(struct rig_part){ids + t, 1, t, table}, 1, false);
+      assert_memory_equal(logits, want + (int64_t)t * V, V * sizeof *want);
+      const int32_t abandoned = 4 + t % 60;
+      rig_step(&rig, &(struct rig_part){ids, 1 + t % 40, 0, &abandoned}, 1, false);
+    }
+    rig_close(&rig);
+  }
+  synth_fini(&synth);
+}
+
+static void test_refusals(void **state)
+{
+  (void)state;
+  struct synth synth;
+  synth_init(&synth, &shape, 10);
+  struct rig rig = open_rig(&synth, KV_F16, 1);
+  int32_t tokens[2] = {1, 2}, positions[2] = {0, 1}, starts[2] = {0, 2}, len = 2, table = 0, row = 1;
+  const struct backend_batch good = {.n_tokens = 2, .n_seqs = 1, .n_rows = 1, .tokens = tokens, .positions = positions,
+                                     .seq_start = starts, .kv_len = &len, .block_table = &table, .table_stride = 1, .row_token = &row};
+  struct backend_result result;
+  assert_int_equal(rig.vt->submit(rig.compiled, rig.kv, &good), SITS_OK);
+  struct { int32_t *at, bad; } spoils[] = {{tokens, -1}, {tokens, V}, {positions, 1}, {starts, 1}, {starts + 1, 1}, {&len, 3},
+                                           {&table, 12}, {&table, -1}, {&row, 2}, {&row, -1}};
+  for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
+    const int32_t kept = *spoils[i].at;
+    *spoils[i].at = spoils[i].bad;
+    assert_int_equal(rig.vt->submit(rig.compiled, rig.kv, &good), SITS_INVALID_ARGUMENT);
+    assert_int_equal(rig.vt->wait(rig.compiled, &result), SITS_INVALID_ARGUMENT);
+    *spoils[i].at = kept;
+  }
+  struct backend_batch bad = good;
+  bad.n_tokens = 0;
+  assert_int_equal(rig.vt->submit(rig.compiled, rig.kv, &bad), SITS_INVALID_ARGUMENT);
+  bad = good;
+  bad.n_rows = 513;
+  assert_int_equal(rig.vt->submit(rig.compiled, rig.kv, &bad), SITS_INVALID_ARGUMENT);
+  bad = good;
+  bad.n_rows = 0; /* no logits wanted: fine */
+  assert_int_equal(rig.vt->submit(rig.compiled, rig.kv, &bad), SITS_OK);
+  assert_int_equal(rig.vt->kv_copy_pages(rig.kv, &(struct kv_copy){0, 12}, 1), SITS_INVALID_ARGUMENT);
+  assert_int_equal(rig.vt->kv_read_page(rig.kv, -1, NULL), SITS_INVALID_ARGUMENT);
+  assert_int_equal(rig.vt->kv_write_page(rig.kv, 12, NULL), SITS_INVALID_ARGUMENT);
+  rig_close(&rig);
+  synth_fini(&synth);
+}
+
+/* Every allocation of opening, compiling and creating pages fails once: the right status, no leak. */
+static void test_out_of_memory(void **state)
+{
+  (void)state;
+  const struct backend_vtable *vt = backend_find("cpu");
+  struct synth synth;
+  struct program *program = NULL;
+  synth_init(&synth, &shape, 11);
+  assert_int_equal(program_from_model(&synth.model, vt, &program, NULL), SITS_OK);
+  const int64_t live = mem_live_blocks();
+  for (uint64_t n = 1;; n++) {
+    struct backend *backend = NULL;
+    struct backend_program *compiled = NULL;
+    struct backend_kv *kv = NULL;
+    const struct backend_options options = {.n_threads = 2, .max_batch_tokens = 64, .max_seqs = 8};
+    const struct kv_geometry g = {.n_layers = 2, .n_kv_heads = 2, .head_dim = 32, .n_pages = 4, .codec = KV_INT4};
+    mem_fault_arm(n);
+    enum sits_status status = vt->open(&options, &backend, NULL);
+    if (status == SITS_OK) status = vt->compile(backend, program, &compiled, NULL);
+    if (status == SITS_OK) status = vt->kv_create(backend, &g, &kv, NULL);
+    const int fired = mem_fault_fired();
+    mem_fault_arm(0);
+    assert_int_equal(status, fired ? SITS_NOMEM : SITS_OK);
+    vt->kv_destroy(kv);
+    vt->program_destroy(compiled);
+    vt->close(backend);
+    assert_int_equal(mem_live_blocks(), live);
+    if (!fired) break;
+  }
+  program_destroy(program);
+  synth_fini(&synth);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_round_trips), cmocka_unit_test(test_page_bytes),
+                                     cmocka_unit_test(test_batching_does_not_matter), cmocka_unit_test(test_copied_pages),
+                                     cmocka_unit_test(test_swapped_pages), cmocka_unit_test(test_recycled_slots),
+                                     cmocka_unit_test(test_refusals), cmocka_unit_test(test_out_of_memory)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
