@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+SLOW = float(os.environ.get("SITS_TEST_SLOWNESS", "1"))  # how much longer everything may take: sanitizers, a busy machine
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 BIN = pathlib.Path(os.environ.get("SITS_BIN", ROOT / "build/release/bin"))
 DATA = pathlib.Path(os.environ.get("SITS_SHARED_DATA", ROOT.parent / "shared/data"))
@@ -53,7 +54,7 @@ class Server:
         raise AssertionError(f"the daemon does not listen:\n{self.text()}")
 
     def wait_ready(self, seconds=120):
-        end = time.time() + seconds
+        end = time.time() + seconds * SLOW
         while time.time() < end:
             if self.process.poll() is not None:
                 break
@@ -62,7 +63,7 @@ class Server:
             time.sleep(0.02)
         raise AssertionError(f"the daemon is not ready:\n{self.text()}")
 
-    def stop(self, seconds=60):
+    def stop(self, seconds=60 * SLOW):
         """SIGTERM, wait, and return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -120,7 +121,7 @@ class Server:
                 return float(found.group(3))
         raise AssertionError(f"no metric {name} {labels}")
 
-    def wait_quiet(self, seconds=30):
+    def wait_quiet(self, seconds=30 * SLOW):
         """Until nothing runs, waits or holds a page; fails with what is left."""
         end = time.time() + seconds
         names = ("num_requests_running", "num_requests_waiting", "kv_pages_used")
@@ -204,7 +205,8 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smol(tmp_path_factory):
-    server = start(tmp_path_factory, SMOL, "--served-model-name", "smol", "--max-model-len", 2048, "--max-num-seqs", 64)
+    server = start(tmp_path_factory, SMOL, "--served-model-name", "smol", "--max-model-len", 2048, "--max-num-seqs", 64,
+                   "--kv-cache-memory", "600M")
     yield server
     assert server.stop() == 0
 

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from conftest import SMOL, TINY, events, read_response
+from conftest import SLOW, SMOL, TINY, events, read_response
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 8}
@@ -22,7 +22,7 @@ def open_request(server, body, path=TEXT):
 
 
 def wait_for(condition, seconds=20):
-    end = time.time() + seconds
+    end = time.time() + seconds * SLOW
     while not condition():
         assert time.time() < end
         time.sleep(0.005)
@@ -50,8 +50,8 @@ def test_contract_57_a_client_that_leaves_ends_its_work(slow, stream, how):
     else:
         sock.close()
     start = time.time()
-    slow.wait_quiet(5)
-    assert time.time() - start < 3
+    slow.wait_quiet(5 * SLOW)
+    assert time.time() - start < 3 * SLOW
     sock.close()
 
 
@@ -116,7 +116,7 @@ def test_contract_60_sigterm_lets_requests_finish(launch):
         server.connect()
     for thread in threads:
         thread.join()
-    assert server.process.wait(20) == 0
+    assert server.process.wait(20 * SLOW) == 0
     assert len(out) == 20
     for status, payloads in out:
         assert status == 200 and payloads[-1] == "[DONE]" and json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
@@ -138,7 +138,7 @@ def test_contract_60_past_the_grace_an_error_chunk(launch, second_signal):
         server.process.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join()
-    assert server.process.wait(20) == 0 and time.time() - start < 5
+    assert server.process.wait(20 * SLOW) == 0 and time.time() - start < 5 * SLOW
     for status, body in out:
         if status == 200:
             assert body[-1] == "[DONE]" and json.loads(body[-2])["error"]["code"] == "unavailable"
@@ -183,7 +183,7 @@ def test_contract_62_health_answers_at_once_while_busy(slow):
         time.sleep(0.01)
     sock.close()
     slow.wait_quiet()
-    assert sorted(times)[len(times) // 2] < 0.05, times
+    assert sorted(times)[len(times) // 2] < 0.05 * SLOW, times
 
 
 def test_overload_gives_429_with_retry_after(slow):
@@ -200,6 +200,30 @@ def test_overload_gives_429_with_retry_after(slow):
         sock.close()
     slow.wait_quiet()
     assert slow.complete(max_tokens=2)[0] == 200
+
+
+def test_qos_levels(tiny):
+    for level in ("high", "Normal", "LOW"):
+        assert tiny.json(TEXT, {"prompt": "Once", "max_tokens": 2}, {"X-QoS-Level": level})[0] == 200
+    status, answer = tiny.json(TEXT, {"prompt": "Once", "max_tokens": 2}, {"X-QoS-Level": "urgent"})
+    assert status == 400 and answer["error"]["param"] == "X-QoS-Level"
+
+
+def test_a_high_class_request_passes_waiting_low_ones(launch):
+    server = launch(TINY, "--max-num-seqs", "1")
+    done = []
+
+    def send(level, n_tokens):
+        server.json(TEXT, {"prompt": "Once", "max_tokens": n_tokens, "ignore_eos": True}, {"X-QoS-Level": level})
+        done.append(level)
+    threads = [threading.Thread(target=send, args=("low", 400)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: server.metric("num_requests_waiting_by_class", **{"class": "low"}) >= 6)
+    send("high", 10)
+    for thread in threads:
+        thread.join()
+    assert done.index("high") <= 3
 
 
 def test_two_daemons_cannot_share_a_port(tiny, launch):
@@ -229,3 +253,36 @@ def test_http_1_0(tiny):
     status, headers, data = tiny.raw(
         b"POST /v1/completions HTTP/1.0\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     assert status == 200 and "transfer-encoding" not in headers and events(data)[-1] == "[DONE]"
+
+
+def test_tls(tmp_path, launch):
+    """HTTPS from the same port, with the official client's transport."""
+    import ssl
+    import subprocess
+    made = subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", tmp_path / "key.pem", "-out",
+                           tmp_path / "cert.pem", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+                          capture_output=True)
+    if made.returncode:
+        pytest.skip("openssl cannot make a certificate here")
+    server = launch(TINY, "--ssl-certfile", tmp_path / "cert.pem", "--ssl-keyfile", tmp_path / "key.pem", wait=False)
+    context = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+
+    def ask(head, body=b""):
+        with server.connect() as plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as sock:
+            sock.sendall(head + b"Host: t\r\nConnection: close\r\n" + (b"Content-Length: %d\r\n" % len(body) if body else b"") + b"\r\n" +
+                         body)
+            return read_response(sock.makefile("rb"))
+    wait_for(lambda: ask(b"GET /health/ready HTTP/1.1\r\n")[0] == 200)
+    body = json.dumps({"prompt": "Once", "max_tokens": 30, "stream": True}).encode()
+    status, _, data = ask(b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n", body)
+    assert status == 200 and events(data)[-1] == "[DONE]"
+    with server.connect() as plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as sock:  # leaves in the middle
+        body = json.dumps({"prompt": "Once", "max_tokens": 450, "stream": True, "n": 8, "ignore_eos": True}).encode()
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" %
+                     len(body) + body)
+        sock.recv(100)
+
+    def quiet():
+        text = ask(b"GET /metrics HTTP/1.1\r\n")[2].decode()
+        return 'num_requests_running{model_name="tiny"} 0\n' in text
+    wait_for(quiet)

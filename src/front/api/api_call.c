@@ -94,7 +94,7 @@ static enum sits_status submit_part(struct api_part *part, const struct api_mode
   if (!status && api_handle_acquire(part->call->api, part)) status = sits_fail(err, SITS_NOMEM, "no memory for another request");
   if (status) return status;
   struct sits_request_params params = {.prompt = part->prompt.ids, .n_prompt = (int32_t)part->prompt.n, .n_choices = (int32_t)request->n,
-                                       .service_class = SITS_CLASS_NORMAL, .priority = (int32_t)request->priority,
+                                       .service_class = request->service_class, .priority = (int32_t)request->priority,
                                        .user = (void *)(uintptr_t)part->handle};
   if (request->cache_salt) params.cache_salt = hash_bytes(1, request->cache_salt, strlen(request->cache_salt)) | 1;
   if (part->call->api->deadline_us) params.deadline_us = clock_monotonic_us() + part->call->api->deadline_us;

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
+#include <strings.h>
 
 #include "base/json.h"
 #include "base/log.h"
@@ -109,6 +110,7 @@ struct api_request *api_request_create(enum api_kind kind)
   request->top_p = 1;
   request->repetition_penalty = 1;
   request->n = 1;
+  request->service_class = SITS_CLASS_NORMAL;
   request->max_tokens = request->max_completion_tokens = -1;
   request->top_logprobs = kind == API_CHAT ? 0 : -1;
   request->add_generation_prompt = true;
@@ -124,6 +126,18 @@ void api_request_destroy(struct api_request *request)
   if (request->body) json_decref(request->body);
   arena_fini(&request->arena);
   mem_free(request);
+}
+
+enum sits_status api_request_set_class(struct api_request *request, const char *name, struct sits_error *err)
+{
+  static const char *const names[SITS_CLASS_COUNT] = {[SITS_CLASS_HIGH] = "high", [SITS_CLASS_NORMAL] = "normal", [SITS_CLASS_LOW] = "low"};
+  for (int i = 0; name && i < SITS_CLASS_COUNT; i++)
+    if (!strcasecmp(name, names[i])) {
+      request->service_class = (enum sits_class)i;
+      return SITS_OK;
+    }
+  if (!name) return SITS_OK;
+  return sits_fail_param(err, SITS_INVALID_ARGUMENT, "X-QoS-Level", "X-QoS-Level must be high, normal or low");
 }
 
 int64_t api_request_max_tokens(const struct api_request *request)

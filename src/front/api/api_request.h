@@ -84,6 +84,7 @@ struct api_request {
   const struct sits_logit_bias *bias; /* [n_bias] */
   int64_t n_bias;
   int64_t priority;
+  enum sits_class service_class; /* from the transport's metadata; default normal */
   const char *cache_salt;        /* NULL when none */
 
   bool stream, include_usage, continuous_usage;
@@ -110,6 +111,9 @@ enum sits_status api_request_parse(enum api_kind kind, const char *body, size_t 
 /* Ranges and combinations of a filled request. Called by api_request_parse; transports that fill fields themselves call it. */
 enum sits_status api_request_check(const struct api_request *request, const struct api_limits *limits, struct sits_error *err)
     SITS_MUST_CHECK;
+
+/* "high", "normal" or "low" (any case); NULL is normal. SITS_INVALID_ARGUMENT names the header X-QoS-Level. */
+enum sits_status api_request_set_class(struct api_request *request, const char *name, struct sits_error *err) SITS_MUST_CHECK;
 
 /* Most tokens a choice may have as the request says it, -1 when it does not. */
 int64_t api_request_max_tokens(const struct api_request *request);

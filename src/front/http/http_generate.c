@@ -170,7 +170,8 @@ static enum sits_status start_call(struct http_request *request, struct sits_err
                                               request->body.size, api_limits(server->api), &parsed, err);
   buf_fini(&request->body);
   if (status) return status;
-  status = api_call_create(server->api, parsed, &sink, request, &call, err);
+  status = api_request_set_class(parsed, request->qos[0] ? request->qos : NULL, err);
+  if (!status) status = api_call_create(server->api, parsed, &sink, request, &call, err);
   if (status) {
     api_request_destroy(parsed);
     return status;

@@ -39,6 +39,7 @@ struct http_request {
   bool is_head;                       /* [init] */
   const char *tail;                   /* [pool] what follows a prefix route's path; valid within the handler */
   char id[68];                        /* [init] X-Request-Id */
+  char qos[16];                       /* [init] X-QoS-Level, "" when absent */
   int64_t started_us;                 /* [init] */
   struct buf body;                    /* [pool] while it arrives, then [worker] */
   bool is_too_large;                  /* [pool] */

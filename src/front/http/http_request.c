@@ -42,6 +42,8 @@ struct http_request *http_request_create(struct http_server *server, struct MHD_
   buf_init(&request->out, 64u << 20);
   pthread_mutex_init(&request->mutex, NULL);
   choose_id(request);
+  const char *qos = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "X-QoS-Level");
+  snprintf(request->qos, sizeof request->qos, "%s", qos ? qos : "");
   pthread_mutex_lock(&server->mutex);
   request->next = server->requests;
   if (server->requests) server->requests->previous = request;
