@@ -15,6 +15,7 @@
 
 enum { DEFAULT_CHUNK_TOKENS = 2048, CONTROL_EVERY = 8 };
 
+static const double MARGIN_LEAST = 0.7, MARGIN_MOST = 1.1, MARGIN_STEP = 0.01; /* over 1: chunks are whole tokens */
 static const int32_t DEFAULT_WEIGHTS[ALPS_CLASSES] = {64, 8, 1};
 
 static void init_tables(struct alps *alps)
@@ -64,7 +65,7 @@ enum sits_status alps_create(const struct alps_options *options, struct alps **o
   }
   init_tables(alps);
   alps_cost_init(&alps->cost, &options->prior);
-  alps->margin = 0.9;
+  alps->margin = 0.96;
   alps->sequence_cap = options->max_seqs;
   alps->next_order = 1;
   *out = alps;
@@ -232,28 +233,27 @@ void alps_offer(struct alps *alps, int32_t id, int32_t n_draft)
   alps->entries[id].n_draft = n_draft;
 }
 
-/* The safety factor and the batch size follow the measured P99: down fast while it is over the target, up slowly while it is under. */
-static void control(struct alps *alps)
+/* The safety factor tracks the step time's high quantile: a late step that had a prompt in it takes a little off, every one in time gives
+ * back a hundredth of that and less, so that it settles where about one step in 200 is late; while the window's P99 is over the target
+ * nothing is given back. When decoding alone takes the whole target, smaller chunks cannot help, and the batch shrinks instead. */
+static void control(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
-  double p99 = alps_window_quantile(&alps->window, 0.99), target = (double)alps->options.itl_target_us;
-  if (p99 <= 0) return;
-  if (p99 > target) {
-    alps->margin = fmax(0.5, alps->margin * 0.98);
-    if (alps->margin <= 0.6) alps->sequence_cap = fmax(1, fmin(alps->sequence_cap, alps->n_running) * 0.97);
-  } else if (p99 < 0.97 * target) {
-    alps->margin = fmin(0.98, alps->margin + 0.002);
-    alps->sequence_cap = fmin(alps->options.max_seqs, alps->sequence_cap + 0.25);
-  }
+  int64_t target = alps->options.itl_target_us;
+  bool has_prompt = plan->work.n_prompt_tokens > 0, is_over = alps_window_over(&alps->window) > 0.01;
+  if (has_prompt && step_us > target) alps->margin = fmax(MARGIN_LEAST, alps->margin - MARGIN_STEP);
+  else if (has_prompt && !is_over) alps->margin = fmin(MARGIN_MOST, alps->margin + MARGIN_STEP / 200);
+  if (!has_prompt) alps->decode_us += 0.1 * ((double)step_us - alps->decode_us);
+  if (++alps->reports_since_control < CONTROL_EVERY) return;
+  alps->reports_since_control = 0;
+  if (is_over && alps->decode_us > (double)target) alps->sequence_cap = fmax(1, fmin(alps->sequence_cap, alps->n_running) * 0.97);
+  else alps->sequence_cap = fmin(alps->options.max_seqs, alps->sequence_cap + 1);
 }
 
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
   alps_cost_observe(&alps->cost, &plan->work, (double)step_us);
-  alps_window_add(&alps->window, step_us, plan->n_decode);
-  if (alps->options.itl_target_us > 0 && ++alps->reports_since_control >= CONTROL_EVERY) {
-    alps->reports_since_control = 0;
-    control(alps);
-  }
+  alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);
+  if (alps->options.itl_target_us > 0 && plan->n_decode > 0) control(alps, plan, step_us);
 }
 
 void alps_counts(const struct alps *alps, struct alps_counts *out)

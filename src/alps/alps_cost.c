@@ -1,5 +1,5 @@
-/* See alps_cost.h. Five-state Kalman filter with random-walk coefficients; measurement noise is a share of the step's time, because
- * what disturbs a long step (other processes, clocks) disturbs it in proportion. */
+/* See alps_cost.h. Measurement noise is a share of the step's time, because what disturbs a long step (other processes, clocks) disturbs
+ * it in proportion. */
 #include "alps/alps_cost.h"
 
 #include <math.h>
@@ -9,16 +9,27 @@ enum { COST_SETTLED = 16 }; /* observations before outliers are clipped */
 
 static const double NOISE_SHARE = 0.08;   /* standard deviation of a measurement, of its value */
 static const double WALK_SHARE = 0.004;   /* of a coefficient, per observation that involves it */
+static const double LOST = 1;             /* mean relative error at which a filter begins anew */
+static const double PLAUSIBLE = 1.2;      /* filters whose error is so near the best's are asked too */
+static const double ERROR_RATE = 0.02;    /* of the moving average that ranks the filters */
+static const double KNEES[ALPS_COST_KNEES] = {0, 16, 48, 96, 192};
 /* What a first step is assumed to hold, where it holds less: keeps unseen coefficients from starting with a huge variance. */
-static const double TYPICAL[ALPS_COST_TERMS] = {1, 1, 1, 16, 16};
+static const double TYPICAL[ALPS_COST_TERMS] = {1, 4, 4, 16, 16};
 
-static void features(const struct alps_cost_work *work, double x[ALPS_COST_TERMS])
+static void features(const struct alps_cost_filter *f, const struct alps_cost_work *work, double x[ALPS_COST_TERMS])
 {
   x[0] = 1;
   x[1] = work->n_decode;
   x[2] = (double)work->decode_kv_tokens / 1024;
-  x[3] = work->n_prompt_tokens;
+  x[3] = fmax(0, work->n_decode + work->n_prompt_tokens - f->knee);
   x[4] = work->prompt_depth / 1024;
+}
+
+static double predict(const struct alps_cost_filter *f, const double x[ALPS_COST_TERMS])
+{
+  double sum = 0;
+  for (int i = 0; i < ALPS_COST_TERMS; i++) sum += f->w[i] * x[i];
+  return sum;
 }
 
 void alps_cost_init(struct alps_cost *cost, const struct alps_cost_coefficients *prior)
@@ -27,80 +38,150 @@ void alps_cost_init(struct alps_cost *cost, const struct alps_cost_coefficients 
   const double w[ALPS_COST_TERMS] = {prior->fixed_us, prior->per_seq_us, prior->per_kv_us, prior->per_token_us, prior->per_depth_us};
   double sum = 0;
   for (int i = 0; i < ALPS_COST_TERMS; i++) sum += w[i];
-  if (sum <= 0) return;
-  memcpy(cost->w, w, sizeof w);
-  for (int i = 0; i < ALPS_COST_TERMS; i++) cost->p[i][i] = 0.25 * w[i] * w[i] + 1e-6;
-  cost->n_observations = 1;
+  for (int k = 0; k < ALPS_COST_KNEES; k++) {
+    struct alps_cost_filter *f = &cost->filters[k];
+    f->knee = KNEES[k];
+    memcpy(f->w, w, sizeof w);
+    for (int i = 0; i < ALPS_COST_TERMS; i++) f->p[i][i] = 0.25 * w[i] * w[i] + 1e-6;
+  }
+  cost->n_observations = sum > 0;
 }
 
 double alps_cost_predict(const struct alps_cost *cost, const struct alps_cost_work *work)
 {
-  double x[ALPS_COST_TERMS], sum = 0;
-  features(work, x);
-  for (int i = 0; i < ALPS_COST_TERMS; i++) sum += cost->w[i] * x[i];
-  return sum;
+  const struct alps_cost_filter *f = &cost->filters[cost->best];
+  double x[ALPS_COST_TERMS];
+  features(f, work, x);
+  return predict(f, x);
 }
 
 /* With nothing known, the first step's time is laid on its fixed part and its largest other term, and everything stays uncertain. */
-static void first(struct alps_cost *cost, const double x[ALPS_COST_TERMS], double step_us)
+static void first(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], double step_us)
 {
   for (int i = 0; i < ALPS_COST_TERMS; i++) {
     double scale = step_us / fmax(x[i], TYPICAL[i]);
-    cost->p[i][i] = scale * scale;
-    cost->w[i] = 0;
+    f->p[i][i] = scale * scale;
+    f->w[i] = 0;
   }
-  cost->w[0] = x[3] > 0 ? 0.2 * step_us : 0.7 * step_us;
-  if (x[3] > 0) cost->w[3] = 0.8 * step_us / x[3];
-  else if (x[1] > 0) cost->w[1] = 0.3 * step_us / x[1];
+  for (int i = 0; i < ALPS_COST_TERMS; i++) {
+    for (int j = 0; j < ALPS_COST_TERMS; j++) f->p[i][j] = i == j ? f->p[i][i] : 0;
+  }
+  f->error = LOST / 2;
+  f->w[0] = x[3] > 0 ? 0.2 * step_us : 0.7 * step_us;
+  if (x[3] > 0) f->w[3] = 0.8 * step_us / x[3];
+  else if (x[1] > 0) f->w[1] = 0.3 * step_us / x[1];
 }
 
-static void update(struct alps_cost *cost, const double x[ALPS_COST_TERMS], double step_us, double predicted_us)
+/* px = P x over the terms that may move; returns the variance of the prediction error. */
+static double project(const struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], const bool moves[ALPS_COST_TERMS], double noise,
+                      double px[ALPS_COST_TERMS])
 {
-  double px[ALPS_COST_TERMS], noise = NOISE_SHARE * step_us, s = noise * noise + 1;
+  double s = noise * noise + 1;
   for (int i = 0; i < ALPS_COST_TERMS; i++) {
     px[i] = 0;
-    for (int j = 0; j < ALPS_COST_TERMS; j++) px[i] += cost->p[i][j] * x[j];
+    for (int j = 0; j < ALPS_COST_TERMS && moves[i]; j++) px[i] += moves[j] ? f->p[i][j] * x[j] : 0;
     s += x[i] * px[i];
   }
-  double innovation = step_us - predicted_us;
-  if (cost->n_observations > COST_SETTLED && innovation > predicted_us) innovation = predicted_us; /* a hiccup, not the machine */
-  for (int i = 0; i < ALPS_COST_TERMS; i++) {
-    cost->w[i] += px[i] / s * innovation;
-    if (cost->w[i] < 0) cost->w[i] = 0;
-    for (int j = 0; j < ALPS_COST_TERMS; j++) cost->p[i][j] -= px[i] * px[j] / s;
+  return s;
+}
+
+/* Move the coefficients towards the measurement. One that would fall below 0 stays there, and the others are asked for what it could not
+ * give, so that a poor first guess does not hide behind the bound. */
+static void correct(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], double step_us, double noise, bool is_settled)
+{
+  bool moves[ALPS_COST_TERMS] = {true, true, true, true, true}, again = true;
+  for (int round = 0; again && round < ALPS_COST_TERMS; round++) {
+    double px[ALPS_COST_TERMS], s = project(f, x, moves, noise, px), predicted = predict(f, x), innovation = step_us - predicted;
+    if (is_settled && innovation > predicted) innovation = predicted; /* a hiccup, not the machine */
+    again = false;
+    for (int i = 0; i < ALPS_COST_TERMS; i++) {
+      f->w[i] += px[i] / s * innovation;
+      if (f->w[i] >= 0) continue;
+      f->w[i] = 0;
+      moves[i] = false;
+      again = true;
+    }
   }
+}
+
+static void widen(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], double step_us)
+{
   for (int i = 0; i < ALPS_COST_TERMS; i++) {
     double scale = step_us / fmax(x[i], TYPICAL[i]), cap = scale * scale;
-    double walk = WALK_SHARE * (cost->w[i] + 0.01 * scale);
-    if (x[i] > 0) cost->p[i][i] = fmin(cost->p[i][i] + walk * walk, cap);
-    if (!(cost->p[i][i] > 1e-12)) cost->p[i][i] = 1e-12;
+    double walk = WALK_SHARE * (f->w[i] + 0.01 * scale);
+    if (x[i] <= 0) continue;
+    f->p[i][i] += walk * walk;
+    if (f->p[i][i] <= cap) continue;
+    /* Row and column shrink together; a smaller diagonal alone would leave something that is no covariance. */
+    double shrink = sqrt(cap / f->p[i][i]);
+    for (int j = 0; j < ALPS_COST_TERMS; j++) {
+      f->p[i][j] *= shrink;
+      f->p[j][i] *= shrink;
+    }
   }
+}
+
+static void update(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], double step_us, bool is_settled, bool has_prompt)
+{
+  static const bool all[ALPS_COST_TERMS] = {true, true, true, true, true};
+  double px[ALPS_COST_TERMS], noise = NOISE_SHARE * step_us, s = project(f, x, all, noise, px);
+  /* The knees differ in steps with prompts only, so only those rank them; the error of the others still shows a filter that is lost. */
+  double error = fmin(fabs(step_us - predict(f, x)) / step_us, 2 * LOST);
+  f->error += (has_prompt ? ERROR_RATE : 0.1 * ERROR_RATE) * (error - f->error);
+  correct(f, x, step_us, noise, is_settled);
+  for (int i = 0; i < ALPS_COST_TERMS; i++) {
+    for (int j = 0; j < ALPS_COST_TERMS; j++) f->p[i][j] -= px[i] * px[j] / s;
+  }
+  widen(f, x, step_us);
 }
 
 void alps_cost_observe(struct alps_cost *cost, const struct alps_cost_work *work, double step_us)
 {
-  double x[ALPS_COST_TERMS];
   if (!(step_us > 0) || (work->n_decode == 0 && work->n_prompt_tokens == 0)) return;
-  features(work, x);
-  if (cost->n_observations == 0) {
-    first(cost, x, step_us);
-  } else {
-    double predicted = alps_cost_predict(cost, work);
-    update(cost, x, step_us, predicted);
-    cost->relative_error += 0.05 * (fabs(step_us - predicted) / step_us - cost->relative_error);
+  for (int k = 0; k < ALPS_COST_KNEES; k++) {
+    struct alps_cost_filter *f = &cost->filters[k];
+    double x[ALPS_COST_TERMS];
+    features(f, work, x);
+    if (cost->n_observations == 0 || !(f->error < LOST)) first(f, x, step_us);
+    else update(f, x, step_us, cost->n_observations > COST_SETTLED, work->n_prompt_tokens > 0);
   }
   cost->n_observations++;
+  for (int k = 0; k < ALPS_COST_KNEES; k++) { /* changing costs a little, so that noise does not change it */
+    if (cost->filters[k].error < 0.95 * cost->filters[cost->best].error) cost->best = k;
+  }
 }
 
-int32_t alps_cost_chunk(const struct alps_cost *cost, double budget_us, int32_t depth, int32_t limit)
+/* Solve half c^2 + linear c = budget, where tokens up to the knee cost only their depth. */
+static double chunk_of(const struct alps_cost_filter *f, double budget_us, int32_t n_before, int32_t depth, int32_t limit)
 {
-  if (budget_us <= 0 || limit <= 0) return 0;
-  double half = cost->w[4] / 1024 / 2, linear = cost->w[3] + cost->w[4] / 1024 * depth;
-  double n;
-  if (half * budget_us > 1e-9 * linear * linear) n = (sqrt(linear * linear + 4 * half * budget_us) - linear) / (2 * half);
-  else if (linear > 0) n = budget_us / linear;
-  else return limit;
-  return n >= limit ? limit : (int32_t)n;
+  double half = f->w[4] / 1024 / 2, per_depth = 2 * half * depth, n_free = fmax(0, f->knee - n_before);
+  double linear = per_depth + f->w[3];
+  if (half * n_free * n_free + per_depth * n_free >= budget_us) linear = per_depth;
+  else budget_us += f->w[3] * n_free;
+  if (half * budget_us > 1e-9 * linear * linear) return (sqrt(linear * linear + 4 * half * budget_us) - linear) / (2 * half);
+  return linear > 0 ? budget_us / linear : limit;
+}
+
+int32_t alps_cost_chunk(const struct alps_cost *cost, const struct alps_cost_work *work, double budget_us, double floor_us, int32_t depth,
+                        int32_t limit)
+{
+  double least = limit, plausible = PLAUSIBLE * cost->filters[cost->best].error + 0.002;
+  for (int k = 0; k < ALPS_COST_KNEES && limit > 0; k++) {
+    const struct alps_cost_filter *f = &cost->filters[k];
+    double x[ALPS_COST_TERMS];
+    if (k != cost->best && f->error > plausible) continue;
+    features(f, work, x);
+    double left_us = fmax(budget_us - predict(f, x), floor_us);
+    if (left_us <= 0) return 0;
+    least = fmin(least, chunk_of(f, left_us, work->n_decode + work->n_prompt_tokens, depth, limit));
+  }
+  return least > 0 ? (int32_t)least : 0;
+}
+
+void alps_cost_coefficients(const struct alps_cost *cost, struct alps_cost_coefficients *out)
+{
+  const double *w = cost->filters[cost->best].w;
+  *out = (struct alps_cost_coefficients){w[0], w[1], w[2], w[3], w[4]};
 }
 
 void alps_cost_add_chunk(struct alps_cost_work *work, int32_t n_tokens, int32_t depth)

@@ -67,6 +67,7 @@ struct alps {
   struct alps_window window;
   double margin;                /* share of the target that a step may plan for */
   double sequence_cap;          /* dynamic batch size */
+  double decode_us;             /* recent time of steps without prompts */
   int32_t reports_since_control;
   double output_mean;           /* tokens that finished sequences made, moving average; 0 = none seen */
   bool is_filling;              /* ALPS_STATIC: the batch takes more requests */

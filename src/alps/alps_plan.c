@@ -9,6 +9,9 @@
 
 static const double PREFILL_FLOOR = 0.05;  /* share of the target that prefill may always take, so that it cannot starve */
 static const double DECODE_CEILING = 0.9;  /* share of the budget that decodes alone may take before admission stops */
+static const double QUIET_STEP = 4;        /* targets that a step with high-class prompts may take while nobody decodes */
+static const double DEFAULT_SLICE_US = 50000; /* a step where classes meet and there is no target */
+static const double DECODE_EASY = 0.7;     /* below it admission does not ask the model */
 static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */
 
 struct planner {
@@ -16,7 +19,10 @@ struct planner {
   struct alps_plan *plan;
   int32_t n_available;          /* pages left */
   int32_t tokens_left, rows_left;
-  double time_left_us;          /* INFINITY: no target */
+  double budget_us;             /* time of the step, INFINITY: no target */
+  double budget_lower_us;       /* the same when prompts of classes after the highest that has work to do are put in */
+  double floor_us;              /* time that its first prompt may take in any case */
+  int32_t busiest;              /* that class */
   int64_t growth_pages;         /* that running entries are projected to need still */
   struct alps_cost_work decodes[ALPS_CLASSES]; /* of all running entries, as if each were decoding */
   int32_t prefill_at[ALPS_CLASSES], prefill_end[ALPS_CLASSES];
@@ -105,7 +111,8 @@ static void gather_prefill(struct planner *p)
 
 static double decode_cost(const struct alps_cost *cost, const struct alps_cost_work *work)
 {
-  return cost->w[1] * work->n_decode + cost->w[2] * (double)work->decode_kv_tokens / 1024;
+  static const struct alps_cost_work nothing;
+  return work->n_decode > 0 ? alps_cost_predict(cost, work) - alps_cost_predict(cost, &nothing) : 0;
 }
 
 /* Time slices: while a higher class has prompts to read, a lower class decodes only as often as its share of time allows. */
@@ -117,6 +124,7 @@ static void choose_classes(struct planner *p, const struct alps_cost_work work[A
   for (int c = ALPS_CLASSES - 1; c >= 0; c--) {
     if (p->prefill_at[c] < p->prefill_end[c] || alps->classes[c].n_waiting > 0) busiest = c;
   }
+  p->busiest = busiest;
   int64_t weights = 0;
   for (int c = 0; c < ALPS_CLASSES; c++) {
     if (alps->classes[c].n_running + alps->classes[c].n_waiting > 0) weights += alps->options.class_weight[c];
@@ -221,8 +229,11 @@ static bool has_room(const struct planner *p, const struct alps_entry *e)
     work.n_decode += p->decodes[c].n_decode;
     work.decode_kv_tokens += p->decodes[c].decode_kv_tokens;
   }
+  /* With time to spare one more is tried whatever the model says: how cost grows with sequences is learned by having them. */
+  double budget = alps->margin * (double)o->itl_target_us;
+  if (alps_cost_predict(&alps->cost, &work) <= DECODE_EASY * budget) return true;
   for (int32_t i = 0; i < e->request.width; i++) alps_cost_add_decode(&work, e->request.n_known);
-  return alps_cost_predict(&alps->cost, &work) <= DECODE_CEILING * alps->margin * (double)o->itl_target_us;
+  return alps_cost_predict(&alps->cost, &work) <= DECODE_CEILING * budget;
 }
 
 /* Take the next waiting entry of a class into service, if there is room for it; -1 if not. */
@@ -258,8 +269,18 @@ static int32_t admit_next(struct planner *p, int32_t service_class, alps_admit_f
 static int32_t round_chunk(int32_t n_tokens)
 {
   if (n_tokens >= 256) return n_tokens / 64 * 64;
-  if (n_tokens >= 32) return n_tokens / 16 * 16;
+  if (n_tokens >= 128) return n_tokens / 16 * 16;
   return n_tokens;
+}
+
+/* Tokens of a prompt at this depth that the step's time still has room for. */
+static int32_t chunk_by_time(const struct planner *p, int32_t service_class, int32_t depth, int32_t limit)
+{
+  double budget_us = service_class > p->busiest ? p->budget_lower_us : p->budget_us;
+  if (!isfinite(budget_us) || limit <= 0) return limit;
+  bool is_first = p->plan->n_items == p->plan->n_decode;
+  int32_t n = alps_cost_chunk(&p->alps->cost, &p->plan->work, budget_us, is_first ? p->floor_us : 0, depth, limit);
+  return n == 0 && is_first ? 1 : n; /* never nothing: prefill must not starve, and what is never tried is never measured again */
 }
 
 /* The largest chunk of this entry that every limit allows. */
@@ -272,7 +293,7 @@ static int32_t chunk_for(const struct planner *p, const struct alps_entry *e)
   if (n > by_pages) n = by_pages < 0 ? 0 : (int32_t)by_pages;
   if (e->request.wants_rows && n > p->rows_left) n = p->rows_left;
   if (n == left && p->rows_left == 0) n--;
-  if (isfinite(p->time_left_us)) n = alps_cost_chunk(&alps->cost, p->time_left_us, e->n_computed, n);
+  n = chunk_by_time(p, e->request.service_class, e->n_computed, n);
   return n < left ? round_chunk(n) : n;
 }
 
@@ -281,16 +302,14 @@ static void plan_chunk(struct planner *p, int32_t id, int32_t n_tokens)
   struct alps *alps = p->alps;
   const struct alps_entry *e = &alps->entries[id];
   bool is_last = n_tokens == e->request.n_known - e->n_computed;
-  struct alps_cost_work work = {0};
-  alps_cost_add_chunk(&work, n_tokens, e->n_computed);
-  double cost = alps_cost_predict(&alps->cost, &work) - alps->cost.w[0];
+  double before = alps_cost_predict(&alps->cost, &p->plan->work);
+  alps_cost_add_chunk(&p->plan->work, n_tokens, e->n_computed);
+  double cost = alps_cost_predict(&alps->cost, &p->plan->work) - before;
   int32_t need = page_need(alps, e, n_tokens);
   p->n_available -= need;
   p->plan->n_reserved_pages += need;
   p->rows_left -= e->request.wants_rows ? n_tokens : is_last;
-  p->time_left_us -= cost;
   alps->classes[e->request.service_class].pass += cost / alps->options.class_weight[e->request.service_class];
-  alps_cost_add_chunk(&p->plan->work, n_tokens, e->n_computed);
   add_item(p, id, n_tokens, is_last);
 }
 
@@ -309,7 +328,11 @@ static void plan_prefill(struct planner *p, alps_admit_fn admit, void *user)
   bool done[ALPS_CLASSES] = {false};
   for (;;) {
     int32_t c = least_pass(alps, done);
-    if (c < 0 || p->tokens_left <= 0 || !(p->time_left_us > 0) || p->plan->n_items >= alps->options.max_seqs || p->wants_victim) return;
+    if (c < 0 || p->tokens_left <= 0 || p->plan->n_items >= alps->options.max_seqs || p->wants_victim) return;
+    if (chunk_by_time(p, c, 0, 1) == 0) {
+      done[c] = true;
+      continue;
+    }
     int32_t id = p->prefill_at[c] < p->prefill_end[c] ? alps->prefill[p->prefill_at[c]++] : admit_next(p, c, admit, user);
     if (id < 0) {
       done[c] = true;
@@ -327,7 +350,7 @@ static void limits(struct planner *p)
   struct alps *alps = p->alps;
   const struct alps_options *o = &alps->options;
   p->may_admit = p->may_decode = true;
-  p->time_left_us = INFINITY;
+  p->budget_us = p->budget_lower_us = INFINITY;
   switch (o->policy) {
     case ALPS_BUDGET: break;
     case ALPS_WHOLE: break;
@@ -344,14 +367,29 @@ static void limits(struct planner *p)
   }
 }
 
+static bool has_several_classes(const struct alps *alps)
+{
+  int32_t n = 0;
+  for (int c = 0; c < ALPS_CLASSES; c++) n += alps->classes[c].n_running + alps->classes[c].n_waiting > 0;
+  return n > 1;
+}
+
+/* The time that prompts may take in this step. Where somebody decodes, the inter-token target says it. Where classes meet, a step is
+ * also the time that a newly come high-class prompt waits at most, so it stays short even when nobody decodes or no target is set. */
 static void set_budget(struct planner *p)
 {
   struct alps *alps = p->alps;
   const struct alps_options *o = &alps->options;
-  if (o->policy != ALPS_BUDGET || o->itl_target_us == 0 || p->plan->n_decode == 0) return;
-  double target = (double)o->itl_target_us, decodes = alps_cost_predict(&alps->cost, &p->plan->work);
-  p->plan->budget_us = (int64_t)(target * alps->margin);
-  p->time_left_us = fmax(target * alps->margin - decodes, PREFILL_FLOOR * target);
+  double target = (double)o->itl_target_us;
+  bool meet = has_several_classes(alps);
+  if (o->policy != ALPS_BUDGET || (target == 0 && !meet)) return;
+  if (target == 0) target = DEFAULT_SLICE_US;
+  p->floor_us = PREFILL_FLOOR * target;
+  p->budget_lower_us = target * alps->margin;
+  if (p->plan->n_decode == 0 && p->busiest == 0) target *= QUIET_STEP; /* nobody's tokens are held up, and nobody comes before it */
+  p->budget_us = target * alps->margin;
+  if (!meet) p->budget_lower_us = p->budget_us;
+  p->plan->budget_us = (int64_t)p->budget_us;
 }
 
 enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user, struct alps_plan *plan)

@@ -1,0 +1,285 @@
+/* sits2026-bench simulate: policies of the planner on a request trace and a modelled device.
+ *
+ * Without --speed it searches, for every policy and inter-token target, the goodput: the highest speed-up of the trace's arrivals at which
+ * the P99 of the time to the first token and of the inter-token time still meet their targets. With --speed it runs that one speed.
+ * Either way each run is a point of the curves (throughput against P99) in the results. Static batching is tried with several batch
+ * sizes and the best is taken. Entry point: bench_simulate. */
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "tools/bench/bench.h"
+#include "tools/bench/simulate.h"
+
+enum { MOST_TARGETS = 8, MOST_BATCHES = 8, MOST_POINTS = 64 };
+
+struct simulate_options {
+  const char *trace, *cost, *policy, *itl_targets_ms, *static_batches, *out;
+  double ttft_target_ms, speed, lowest_speed, highest_speed;
+  int64_t max_seqs, chunk_tokens, requests;
+};
+
+#define AT(field) offsetof(struct simulate_options, field)
+static const struct option_spec specs[] = {
+    {"trace", OPTION_STRING, AT(trace), "", 0, 0, "", 0, NULL, "Input", "CSV with TIMESTAMP,ContextTokens,GeneratedTokens."},
+    {"cost", OPTION_STRING, AT(cost), "", 0, 0, "", 0, NULL, "Input", "JSON file with the device's cost model."},
+    {"requests", OPTION_INT, AT(requests), "0", 0, 1e7, "", 0, NULL, "Input", "Use the first so many rows only. 0: all."},
+    {"policy", OPTION_ENUM, AT(policy), "all", 0, 0, "", 0, "all|static|continuous|chunked|alps", "Policy", "What is run."},
+    {"max-seqs", OPTION_INT, AT(max_seqs), "256", 1, 4096, "sequences", 0, NULL, "Policy", "Most sequences decoded together."},
+    {"chunk-tokens", OPTION_INT, AT(chunk_tokens), "2048", 16, 65536, "tokens", 0, NULL, "Policy", "Step size of the chunked policy."},
+    {"static-batches", OPTION_STRING, AT(static_batches), "8,16,32,64,128", 0, 0, "", 0, NULL, "Policy", "Batch sizes tried for static."},
+    {"itl-targets-ms", OPTION_STRING, AT(itl_targets_ms), "15,25,50,100", 0, 0, "", 0, NULL, "Targets", "P99 inter-token targets."},
+    {"ttft-target-ms", OPTION_FLOAT, AT(ttft_target_ms), "1000", 1, 1e6, "ms", 0, NULL, "Targets", "P99 target of the first token."},
+    {"speed", OPTION_FLOAT, AT(speed), "0", 0, 1e4, "", 0, NULL, "Search", "Run this one speed-up of the arrivals. 0: search."},
+    {"lowest-speed", OPTION_FLOAT, AT(lowest_speed), "0.1", 1e-3, 1e4, "", 0, NULL, "Search", "Where the search begins."},
+    {"highest-speed", OPTION_FLOAT, AT(highest_speed), "40", 1e-3, 1e4, "", 0, NULL, "Search", "Where it ends."},
+    {"out", OPTION_STRING, AT(out), "", 0, 0, "", 0, NULL, "Output", "Results as JSON; - or nothing: standard output."},
+};
+
+struct bench {
+  struct simulate_options options;
+  struct simulate_cost cost;
+  struct simulate_arrival *arrivals;
+  int64_t n;
+  json_t *points;
+};
+
+static double seconds_of(const char *text)
+{
+  int y, mo, d, h, mi;
+  double s;
+  if (sscanf(text, "%d-%d-%d %d:%d:%lf", &y, &mo, &d, &h, &mi, &s) != 6) return -1;
+  return ((d * 24.0 + h) * 60 + mi) * 60 + s; /* within one month */
+}
+
+/* The trace is in order of arrival; times are taken from its first row on. */
+static bool read_trace(struct bench *b)
+{
+  char line[256];
+  double first = -1;
+  int64_t capacity = 0;
+  FILE *file = fopen(b->options.trace, "r");
+  if (!file) {
+    fprintf(stderr, "sits2026-bench simulate: %s: %s\n", b->options.trace, strerror(errno));
+    return false;
+  }
+  for (int64_t row = 0; fgets(line, sizeof line, file) && (b->options.requests == 0 || b->n < b->options.requests); row++) {
+    char *comma = strchr(line, ',');
+    long n_prompt, n_output;
+    double at = seconds_of(line);
+    if (row == 0 && at < 0) continue; /* heading */
+    if (!comma || at < 0 || sscanf(comma + 1, "%ld,%ld", &n_prompt, &n_output) != 2 || n_prompt < 0 || n_output < 0 ||
+        n_prompt > 1 << 24) {
+      fprintf(stderr, "sits2026-bench simulate: %s: line %lld is not TIMESTAMP,ContextTokens,GeneratedTokens\n", b->options.trace,
+              (long long)row + 1);
+      fclose(file);
+      return false;
+    }
+    if (b->n == capacity) {
+      capacity = capacity ? capacity * 2 : 4096;
+      struct simulate_arrival *more = mem_realloc(b->arrivals, (size_t)capacity * sizeof *more);
+      if (!more) break;
+      b->arrivals = more;
+    }
+    if (first < 0) first = at;
+    b->arrivals[b->n++] = (struct simulate_arrival){.at_us = fmax(0, at - first) * 1e6, .n_prompt = n_prompt > 0 ? (int32_t)n_prompt : 1,
+                                                    .n_output = n_output > 0 ? (int32_t)n_output : 1};
+  }
+  fclose(file);
+  if (b->n == 0) fprintf(stderr, "sits2026-bench simulate: %s has no requests\n", b->options.trace);
+  return b->n > 0;
+}
+
+static bool read_cost(struct bench *b)
+{
+  struct simulate_cost *c = &b->cost;
+  const struct { const char *key; double *value; } keys[] = {
+      {"weight_bytes", &c->weight_bytes}, {"head_bytes", &c->head_bytes}, {"kv_bytes_per_token", &c->kv_bytes_per_token},
+      {"linear_flops_per_token", &c->linear_flops_per_token}, {"head_flops_per_row", &c->head_flops_per_row},
+      {"attention_flops_per_pair", &c->attention_flops_per_pair}, {"read_bytes_per_s", &c->read_bytes_per_s},
+      {"weight_read_share", &c->weight_read_share}, {"head_read_share", &c->head_read_share}, {"kv_read_share", &c->kv_read_share},
+      {"small_batch_tokens", &c->small_batch_tokens}, {"small_batch_flops", &c->small_batch_flops},
+      {"large_batch_flops", &c->large_batch_flops}, {"attention_flops", &c->attention_flops}, {"fixed_us", &c->fixed_us},
+      {"kv_memory_bytes", &c->kv_memory_bytes}, {"max_batch_tokens", &c->max_batch_tokens},
+  };
+  json_error_t error;
+  json_t *root = json_load_file(b->options.cost, 0, &error);
+  if (!root) {
+    fprintf(stderr, "sits2026-bench simulate: %s:%d: %s\n", b->options.cost, error.line, error.text);
+    return false;
+  }
+  bool is_good = true;
+  for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
+    json_t *value = json_object_get(root, keys[i].key);
+    *keys[i].value = json_number_value(value);
+    if (!json_is_number(value) || !(*keys[i].value > 0)) {
+      fprintf(stderr, "sits2026-bench simulate: %s: %s must be a positive number\n", b->options.cost, keys[i].key);
+      is_good = false;
+    }
+  }
+  json_decref(root);
+  return is_good;
+}
+
+static const char *policy_name(enum alps_policy policy)
+{
+  static const char *const names[] = {"alps", "continuous", "chunked", "static"};
+  return names[policy];
+}
+
+static void put(json_t *object, const char *key, double value)
+{
+  json_object_set_new(object, key, json_real(value));
+}
+
+static json_t *point_of(const struct simulate_setting *s, const struct simulate_result *r)
+{
+  double seconds = r->duration_us * 1e-6;
+  json_t *p = json_pack("{s:s, s:i, s:b}", "policy", policy_name(s->policy), "max_seqs", s->max_seqs, "given_up", r->is_given_up);
+  put(p, "itl_target_ms", (double)s->itl_target_us * 1e-3);
+  put(p, "speed", s->speed);
+  put(p, "ttft_p50_ms", simulate_quantile(&r->ttft, 0.5) * 1e-3);
+  put(p, "ttft_p99_ms", simulate_quantile(&r->ttft, 0.99) * 1e-3);
+  put(p, "itl_p50_ms", simulate_quantile(&r->itl, 0.5) * 1e-3);
+  put(p, "itl_p99_ms", simulate_quantile(&r->itl, 0.99) * 1e-3);
+  put(p, "output_tokens_per_s", (double)r->n_output_tokens / seconds);
+  put(p, "total_tokens_per_s", (double)(r->n_output_tokens + r->n_prompt_tokens) / seconds);
+  put(p, "busy_share", r->busy_us / r->duration_us);
+  put(p, "steps", (double)r->n_steps);
+  put(p, "preempted", (double)r->n_preempted);
+  put(p, "most_running", r->most_running);
+  put(p, "most_waiting", r->most_waiting);
+  put(p, "plan_us_per_step", r->n_steps ? r->plan_us / (double)r->n_steps : 0);
+  return p;
+}
+
+/* One run; whether it meets both targets. */
+static bool meets(struct bench *b, struct simulate_setting *setting, double itl_target_us)
+{
+  static struct simulate_result result;
+  setting->itl_limit_us = itl_target_us;
+  if (simulate_run(&b->cost, b->arrivals, b->n, setting, &result) != 0) return false;
+  json_array_append_new(b->points, point_of(setting, &result));
+  double ttft = simulate_quantile(&result.ttft, 0.99), itl = simulate_quantile(&result.itl, 0.99);
+  bool is_good = !result.is_given_up && ttft <= b->options.ttft_target_ms * 1e3 && result.n_itl_over * 100 <= result.itl.n;
+  fprintf(stderr, "%-10s batch %3d target %5.0f ms speed %7.3f: first token p99 %8.1f ms, inter-token p99 %6.1f ms%s%s\n",
+          policy_name(setting->policy), setting->max_seqs, itl_target_us * 1e-3, setting->speed, ttft * 1e-3, itl * 1e-3,
+          result.is_given_up ? " (given up)" : "", is_good ? "" : " broken");
+  return is_good;
+}
+
+/* Highest speed that meets the targets, to 2 %. Doubling from the lowest, then halving the gap. 0 when even the lowest is too fast. */
+static double goodput(struct bench *b, struct simulate_setting setting, double itl_target_us)
+{
+  double low = 0, high = b->options.lowest_speed;
+  setting.ttft_target_us = b->options.ttft_target_ms * 1e3;
+  for (;;) {
+    setting.speed = high;
+    if (!meets(b, &setting, itl_target_us)) break;
+    low = high;
+    if (high >= b->options.highest_speed) return low;
+    high = fmin(high * 2, b->options.highest_speed);
+  }
+  while (low > 0 && high / low > 1.02) {
+    setting.speed = sqrt(low * high);
+    if (meets(b, &setting, itl_target_us)) low = setting.speed;
+    else high = setting.speed;
+  }
+  return low;
+}
+
+static bool is_wanted(const struct bench *b, enum alps_policy policy)
+{
+  return strcmp(b->options.policy, "all") == 0 || strcmp(b->options.policy, policy_name(policy)) == 0;
+}
+
+/* The policy's goodput at one target; for static batching the best of the batch sizes. */
+static double best_of(struct bench *b, enum alps_policy policy, double target_us, const int64_t *batches, int n_batches,
+                      int32_t *best_batch)
+{
+  struct simulate_setting setting = {.policy = policy, .max_seqs = (int32_t)b->options.max_seqs,
+                                     .chunk_tokens = (int32_t)b->options.chunk_tokens, .itl_target_us = (int64_t)target_us};
+  double best = 0;
+  *best_batch = setting.max_seqs;
+  if (policy != ALPS_STATIC) return goodput(b, setting, target_us);
+  for (int i = 0; i < n_batches; i++) {
+    setting.max_seqs = (int32_t)batches[i];
+    double found = goodput(b, setting, target_us);
+    if (found <= best) continue;
+    best = found;
+    *best_batch = setting.max_seqs;
+  }
+  return best;
+}
+
+static json_t *search(struct bench *b, const int64_t *targets, int n_targets, const int64_t *batches, int n_batches)
+{
+  static const enum alps_policy policies[] = {ALPS_STATIC, ALPS_WHOLE, ALPS_CHUNKED, ALPS_BUDGET};
+  json_t *rows = json_array();
+  for (int t = 0; t < n_targets; t++) {
+    for (int i = 0; i < 4; i++) {
+      int32_t batch;
+      if (!is_wanted(b, policies[i])) continue;
+      double found = best_of(b, policies[i], (double)targets[t] * 1e3, batches, n_batches, &batch);
+      json_array_append_new(rows, json_pack("{s:I, s:f, s:s, s:f, s:i}", "itl_target_ms", (json_int_t)targets[t], "ttft_target_ms",
+                                            b->options.ttft_target_ms, "policy", policy_name(policies[i]), "goodput", found, "max_seqs",
+                                            batch));
+      fprintf(stderr, "== target %lld ms: %s carries %.3fx\n", (long long)targets[t], policy_name(policies[i]), found);
+    }
+  }
+  return rows;
+}
+
+static void run_one_speed(struct bench *b, const int64_t *targets, int n_targets, const int64_t *batches, int n_batches)
+{
+  for (int policy = ALPS_BUDGET; policy <= ALPS_STATIC; policy++) {
+    if (!is_wanted(b, (enum alps_policy)policy)) continue;
+    int n = policy == ALPS_BUDGET ? n_targets : policy == ALPS_STATIC ? n_batches : 1;
+    for (int i = 0; i < n; i++) {
+      struct simulate_setting setting = {.policy = (enum alps_policy)policy, .max_seqs = (int32_t)b->options.max_seqs,
+                                         .chunk_tokens = (int32_t)b->options.chunk_tokens, .speed = b->options.speed};
+      if (policy == ALPS_BUDGET) setting.itl_target_us = targets[i] * 1000;
+      if (policy == ALPS_STATIC) setting.max_seqs = (int32_t)batches[i];
+      meets(b, &setting, (double)targets[policy == ALPS_BUDGET ? i : 0] * 1e3);
+    }
+  }
+}
+
+static int simulate(struct bench *b, int argc, char **argv)
+{
+  int64_t targets[MOST_TARGETS], batches[MOST_BATCHES];
+  int n_targets = bench_parse_list(b->options.itl_targets_ms, targets, MOST_TARGETS);
+  int n_batches = bench_parse_list(b->options.static_batches, batches, MOST_BATCHES);
+  if (!b->options.trace || !b->options.cost || !n_targets || !n_batches) {
+    fprintf(stderr, "sits2026-bench simulate: needs --trace and --cost, and lists such as --itl-targets-ms 15,50\n");
+    return 2;
+  }
+  if (!read_cost(b) || !read_trace(b)) return 1;
+  json_t *out = bench_header("simulate", argc, argv);
+  b->points = json_array();
+  if (!out || !b->points) return 1;
+  json_object_set_new(out, "trace_requests", json_integer(b->n));
+  if (b->options.speed > 0) run_one_speed(b, targets, n_targets, batches, n_batches);
+  else json_object_set_new(out, "goodput", search(b, targets, n_targets, batches, n_batches));
+  json_object_set(out, "points", b->points);
+  return bench_write_json(out, b->options.out) ? 0 : 1;
+}
+
+int bench_simulate(int argc, char **argv)
+{
+  struct bench b = {0};
+  struct option_set set;
+  int status;
+  if (!bench_parse("simulate", "the planner's policies on a trace and a modelled device", &set, specs, sizeof specs / sizeof specs[0],
+                   &b.options, argc, argv, &status)) {
+    return status;
+  }
+  status = simulate(&b, argc, argv);
+  mem_free(b.arrivals);
+  json_decref(b.points);
+  option_set_fini(&set);
+  return status;
+}
