@@ -310,6 +310,7 @@ static void gguf_refusals(void **state)
       {"llama.rope.dimension_count", 4000000000u, SITS_FORMAT, "'llama.rope.dimension_count' is out of range"},
       {"llama.rope.freq_base", 5, SITS_FORMAT, "'llama.rope.freq_base' is no real number"},
       {"llama.rope.scaling.type", 5, SITS_FORMAT, "'llama.rope.scaling.type' is no string"},
+      {"split.count", 3, SITS_UNSUPPORTED, "split into 3 parts"},
   };
   struct buf keys;
   buf_init(&keys, 1 << 16);
