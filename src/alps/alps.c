@@ -228,9 +228,10 @@ void alps_hold(struct alps *alps, int32_t id, bool is_held)
   }
 }
 
-void alps_offer(struct alps *alps, int32_t id, int32_t n_draft)
+void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, float accept)
 {
   alps->entries[id].n_draft = n_draft;
+  alps->entries[id].accept = accept;
 }
 
 /* The safety factor tracks the step time's high quantile: a late step that had a prompt in it takes a little off, every one in time gives

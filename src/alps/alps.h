@@ -117,8 +117,9 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
 void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);
 /* A held entry is left out (its consumer is slow). Running, it keeps its pages until others need them; waiting, it is in no queue. */
 void alps_hold(struct alps *alps, int32_t id, bool is_held);
-/* Tokens beyond the known ones that the entry could verify in its next step (speculation); they count as computed tokens and rows. */
-void alps_offer(struct alps *alps, int32_t id, int32_t n_draft);
+/* The entry has n_draft guessed tokens that its next step could verify, each right with probability accept (0..1). The plan takes as
+ * many as pay: the number that gives the most tokens per predicted time, none if that is best. They count as tokens and rows. */
+void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, float accept);
 /* The step took step_us from the end of the one before (or from its start after an idle time). */
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us);
 

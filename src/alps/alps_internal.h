@@ -19,6 +19,7 @@ struct alps_entry {
   int32_t run_at;               /* place in alps.running */
   uint64_t order;               /* of arrival, unique */
   uint64_t admitted;            /* of admission, unique */
+  float accept;                 /* probability that a drafted token is right */
   bool is_held, was_preempted;
 };
 

@@ -144,6 +144,31 @@ static void choose_classes(struct planner *p, const struct alps_cost_work work[A
   }
 }
 
+/* How many drafted tokens to verify. A draft of k gives 1 + a + ... + a^k tokens on average; what it costs is the model's business. */
+static int32_t choose_draft(const struct planner *p, const struct alps_entry *e)
+{
+  const struct alps *alps = p->alps;
+  int32_t most = e->n_draft, best = 0;
+  if (most > p->tokens_left - 1) most = p->tokens_left - 1;
+  if (most > p->rows_left - 1) most = p->rows_left - 1;
+  if (most <= 0 || page_need(alps, e, 1 + most) > p->n_available) return 0;
+  struct alps_cost_work work = p->plan->work;
+  alps_cost_add_decode(&work, e->request.n_known);
+  double expected = 1, chance = 1, best_rate = expected / alps_cost_predict(&alps->cost, &work);
+  double limit_us = alps->options.itl_target_us > 0 ? alps->margin * (double)alps->options.itl_target_us : INFINITY;
+  for (int32_t k = 1; k <= most; k++) {
+    alps_cost_add_chunk(&work, 1, e->request.n_known + k - 1);
+    double step_us = alps_cost_predict(&alps->cost, &work);
+    chance *= e->accept;
+    expected += chance;
+    if (step_us > limit_us) break;
+    if (expected / step_us <= best_rate) continue;
+    best_rate = expected / step_us;
+    best = k;
+  }
+  return best;
+}
+
 /* Put the decodes into the plan. Returns false when there are not pages enough for them. */
 static bool plan_decodes(struct planner *p)
 {
@@ -159,16 +184,13 @@ static bool plan_decodes(struct planner *p)
     int32_t id = alps->running[i];
     struct alps_entry *e = &alps->entries[id];
     if (e->is_held || !alps_is_decoding(e) || !decodes[e->request.service_class]) continue;
-    int32_t n_draft = e->n_draft;
-    if (n_draft > p->tokens_left - 1) n_draft = p->tokens_left - 1;
-    if (n_draft > p->rows_left - 1) n_draft = p->rows_left - 1;
-    if (page_need(alps, e, 1 + n_draft) > p->n_available) n_draft = 0;
-    int32_t need = page_need(alps, e, 1);
-    if (need > p->n_available) return false;
+    if (page_need(alps, e, 1) > p->n_available) return false;
+    int32_t n_draft = e->n_draft > 0 ? choose_draft(p, e) : 0;
     p->n_available -= page_need(alps, e, 1 + n_draft);
     p->rows_left -= 1 + n_draft;
     add_item(p, id, 1 + n_draft, true);
     alps_cost_add_decode(&p->plan->work, e->request.n_known);
+    if (n_draft > 0) alps_cost_add_chunk(&p->plan->work, n_draft, e->request.n_known);
   }
   p->plan->n_decode = p->plan->n_items;
   for (int c = 0; c < ALPS_CLASSES; c++) {

@@ -2,6 +2,7 @@
  *   engine.c          creation, thread, drain, stop, failure     engine_request.c  submit, ring, cancel, release, timing
  *   engine_step.c     the loop, as a table of contents           engine_batch.c    plan -> batch arrays, admission, pre-emption
  *   engine_output.c   rows -> tokens, events, ends               engine_stats.c    counters and histograms
+ *   engine_draft.c    guesses by prompt lookup
  *   engine_deadline.c heap of deadlines                          engine_sample.c   one row -> one token
  *
  * Tags: [init] never changes after creation, [loop] engine thread only, [atomic], [mutex inbox], [mutex stats].
@@ -31,6 +32,8 @@ struct engine_choice {
   bool is_done;                   /* [loop] its finish event is out */
   bool is_born;                   /* [loop] leads the request's prefill, or was forked */
   int64_t last_token_us;          /* [loop] */
+  float accept;                   /* [loop] share of its drafted tokens that were right, moving average */
+  int32_t draft_wait;             /* [loop] steps until it drafts again */
 };
 
 /* One event as it lies in the ring; top logprobs lie in parallel arrays that exist only when asked for. */
@@ -163,6 +166,10 @@ void engine_plan(struct sits_engine *engine);
 void engine_build(struct sits_engine *engine);
 enum sits_status engine_forward(struct sits_engine *engine, struct backend_result *result) SITS_MUST_CHECK;
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /* give slot, host pages, id and entry back */
+
+/* engine_draft.c */
+void engine_draft(struct sits_engine *engine);
+void engine_draft_result(struct engine_choice *choice, int32_t n_draft, int32_t n_accepted);
 
 /* engine_output.c */
 void engine_outputs(struct sits_engine *engine, const struct backend_result *result);

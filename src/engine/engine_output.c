@@ -210,6 +210,7 @@ static void draw_rows(struct sits_engine *engine, struct engine_choice *choice, 
     n_accepted++;
   }
   if (!is_committed) commit(engine, choice, item->n_tokens - n_draft + n_accepted);
+  if (n_draft > 0) engine_draft_result(choice, n_draft, n_accepted);
   engine->stats.spec_drafts += n_draft > 0;
   engine->stats.spec_draft_tokens += (uint64_t)n_draft;
   engine->stats.spec_accepted_tokens += (uint64_t)n_accepted;

@@ -124,6 +124,7 @@ bool engine_step(struct sits_engine *engine)
   drain_inbox(engine);
   expire(engine);
   engine_hold_full(engine);
+  engine_draft(engine);
   engine_plan(engine);
   bool has_work = engine->plan.n_items > 0;
   if (has_work) {

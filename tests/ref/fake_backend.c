@@ -134,7 +134,11 @@ static void compute_rows(struct backend_program *program, struct backend_kv *kv,
     for (int32_t p = 0; p < b->kv_len[s]; p++) {
       h = fold(h, *place(kv, b, s, p));
       int32_t t = b->seq_start[s] + p - b->positions[b->seq_start[s]];
-      if (r < b->n_rows && b->row_token[r] == t) logits_of(h, n_vocab, program->logits + (int64_t)r++ * n_vocab);
+      if (r >= b->n_rows || b->row_token[r] != t) continue;
+      float *logits = program->logits + (int64_t)r++ * n_vocab;
+      logits_of(h, n_vocab, logits);
+      int32_t period = atomic_load(&program->rig->period);
+      if (period > 0 && p + 1 >= period && h % 8 != 0) logits[*place(kv, b, s, p + 1 - period)] += 9;
     }
   }
   require(r == b->n_rows, "a row names no token");

@@ -1,0 +1,68 @@
+/* Speculation without a second model: what followed the last few tokens the last time they stood in the sequence is guessed to follow
+ * again (prompt lookup; Saxena 2023, "Prompt lookup decoding"). Summaries and edits of a text repeat much of it.
+ *
+ * A draft lies behind the known tokens of a choice and is verified by the next step: one row of logits per drafted token, each drawn as
+ * it would be without speculation (engine_output.c, draw_rows), so the answer is the same token for token, sampled or greedy.
+ *
+ * Off is free: no draft is looked for when the option is 0 or spec_max_running or more sequences run. What a choice's drafts are worth is
+ * learned per choice; the planner takes as many as pay, and one whose drafts fail looks for them less and less often. */
+#include "engine/engine_internal.h"
+
+enum { LONGEST_MATCH = 4, SHORTEST_MATCH = 2, LOOK_BACK = 16384, LONGEST_WAIT = 64 };
+
+static const float ACCEPT_START = 0.6f, ACCEPT_RATE = 0.15f, ACCEPT_POOR = 0.2f;
+
+static int32_t match_length(const int32_t *tokens, int32_t end, int32_t known)
+{
+  int32_t n = 0;
+  while (n < LONGEST_MATCH && n < end && tokens[end - 1 - n] == tokens[known - 1 - n]) n++;
+  return n;
+}
+
+/* Where the last tokens stood before: the newest place with the longest match, its end; 0 when there is none. */
+static int32_t look_up(const int32_t *tokens, int32_t known)
+{
+  int32_t best_at = 0, best = SHORTEST_MATCH - 1, oldest = known > LOOK_BACK ? known - LOOK_BACK : 0;
+  for (int32_t end = known - 1; end > oldest && best < LONGEST_MATCH; end--) {
+    if (tokens[end - 1] != tokens[known - 1]) continue;
+    int32_t n = match_length(tokens, end, known);
+    if (n <= best) continue;
+    best = n;
+    best_at = end;
+  }
+  return best_at;
+}
+
+static void draft_for(struct sits_engine *engine, struct engine_choice *choice)
+{
+  int32_t known = engine_known(choice), most = engine->options.spec_max_tokens;
+  int32_t left = choice->request->params.sampling.max_tokens - choice->n_out - 1; /* the step draws one token beyond the draft */
+  if (known - choice->n_computed != 1 || choice->n_out == 0 || most <= 0) return;
+  if (choice->draft_wait > 0) {
+    choice->draft_wait--;
+    return;
+  }
+  if (most > left) most = left;
+  int32_t from = look_up(choice->tokens, known), n = 0;
+  if (from == 0) return;
+  for (; n < most; n++) choice->tokens[known + n] = choice->tokens[from + n]; /* may run on into the draft itself: a period */
+  if (choice->accept == 0) choice->accept = ACCEPT_START;
+  if (n > 0) alps_offer(engine->alps, choice->id, n, choice->accept);
+}
+
+void engine_draft(struct sits_engine *engine)
+{
+  const int32_t *ids;
+  int32_t n = alps_running(engine->alps, &ids);
+  if (engine->options.spec_max_tokens == 0 || n >= engine->options.spec_max_running) return;
+  for (int32_t i = 0; i < n; i++) draft_for(engine, engine->by_id[ids[i]]);
+}
+
+void engine_draft_result(struct engine_choice *choice, int32_t n_draft, int32_t n_accepted)
+{
+  for (int32_t i = 0; i < n_accepted; i++) choice->accept += ACCEPT_RATE * (1 - choice->accept);
+  if (n_accepted < n_draft) choice->accept -= ACCEPT_RATE * choice->accept;
+  if (choice->accept >= ACCEPT_POOR) return;
+  choice->accept = ACCEPT_POOR; /* it is asked again after a while */
+  choice->draft_wait = n_accepted > 0 ? 4 : LONGEST_WAIT / 4;
+}
