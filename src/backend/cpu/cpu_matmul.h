@@ -55,10 +55,6 @@ int32_t cpu_weight_row_tile(const struct cpu_weight *w);             /* granular
 /* Row `row` as f32, exactly as dequant_row gives it. out: [K]. */
 void cpu_weight_row(const struct cpu_weight *w, int64_t row, float *out);
 
-/* Ask for the first kilobytes that a multiply from row r0 on will read: worth calling before the barrier that precedes it, while memory
- * has nothing else to do. */
-void cpu_weight_prefetch(const struct cpu_weight *w, int64_t r0);
-
 enum cpu_act_format cpu_act_format(const struct cpu_weight *w);
 size_t cpu_act_bytes(const struct cpu_weight *w, int32_t n_tokens);  /* room for the activation, a multiple of CPU_ALIGN_BYTES */
 /* Make tokens t0..t1 of a batch of n_tokens ready. x: token t at x + t * ldx, K contiguous f32. act: aligned. Threads take disjoint

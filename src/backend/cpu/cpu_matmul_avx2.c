@@ -18,7 +18,6 @@
 #define W 8                         /* rows of a tile */
 #define PANEL_GROUPS 64
 #define TILE_TOKENS 4
-#define PREFETCH_BYTES 4096
 
 /* A group of a row tile as the dot products want it; also the panel's record. */
 struct group {
@@ -162,8 +161,6 @@ INLINE void direct(CPU_FORMAT_PARAMS, int n, const struct cpu_weight *w, const u
   __m256 sum[TILE_TOKENS];
   for (int t = 0; t < n; t++) sum[t] = _mm256_setzero_ps();
   for (int64_t g = 0; g < groups; g += CPU_CHUNK_GROUPS, chunk += CPU_CHUNK_BYTES) {
-    const char *ahead = (const char *)chunk + PREFETCH_BYTES;
-    for (int i = 0; i < CPU_CHUNK_BYTES; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
     for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++, rec += CPU_RECORD_BYTES * n, second += CPU_SECOND_BYTES * n) {
       struct group q;
       unpack(CPU_FORMAT_ARGS, chunk, j, &q);

@@ -22,7 +22,8 @@
 #define DIRECT_TOKENS 8             /* most tokens at a time without a panel */
 #define MOST_DIRECT 24              /* largest batch without a panel */
 
-#define PREFETCH_BYTES 4096
+#define PREFETCH_BYTES 2048
+#define PREFETCH_FROM 6             /* tokens; with fewer, loads run far enough ahead by themselves and prefetches only take their place */
 
 struct group {
   __m512i w[CPU_VECTORS];
@@ -162,10 +163,10 @@ INLINE void direct(CPU_FORMAT_PARAMS, int n, int nt, const struct cpu_weight *w,
   for (int t = 0; t < nt; t++) sum[t] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; g += CPU_CHUNK_GROUPS, chunk += CPU_CHUNK_BYTES) {
     const char *ahead = (const char *)chunk + PREFETCH_BYTES;
-    for (int i = 0; i < CPU_HEADER_BYTES; i += 64, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+    for (int i = 0; nt >= PREFETCH_FROM && i < CPU_HEADER_BYTES; i += 64, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
     for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++, rec += CPU_RECORD_BYTES * n, second += CPU_SECOND_BYTES * n) {
       struct group q;
-      for (int i = 0; i < low + high; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+      for (int i = 0; nt >= PREFETCH_FROM && i < low + high; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
       unpack(CPU_FORMAT_ARGS, chunk, j, &q);
       add_group(halves, mins, &q, rec, second, n, nt > 4 ? 4 : nt, sum);
       if (nt > 4) add_group(halves, mins, &q, rec + act_tile, second + act_tile, n, nt - 4, sum + 4);

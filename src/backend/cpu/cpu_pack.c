@@ -11,7 +11,6 @@
 #include "tensor/dequant.h"
 
 #define HUGE_PAGE_BYTES ((size_t)2 << 20)
-#define PREFETCH_BYTES 4096          /* as far as the kernels prefetch ahead of themselves */
 
 /* One group of one row: integers in k order, and the scale bytes of its halves. */
 struct block_group {
@@ -324,12 +323,6 @@ int64_t cpu_weight_rows(const struct cpu_weight *w) { return w->rows; }
 int64_t cpu_weight_k(const struct cpu_weight *w) { return w->k; }
 size_t cpu_weight_bytes(const struct cpu_weight *w) { return w->n_bytes; }
 int32_t cpu_weight_row_tile(const struct cpu_weight *w) { return w->tile; }
-
-void cpu_weight_prefetch(const struct cpu_weight *w, int64_t r0)
-{
-  size_t at = (size_t)(r0 / w->tile) * w->tile_bytes, end = at + PREFETCH_BYTES < w->n_bytes ? at + PREFETCH_BYTES : w->n_bytes;
-  for (; at < end; at += CPU_ALIGN_BYTES) __builtin_prefetch(w->data + at, 0, 3);
-}
 
 void cpu_weight_row(const struct cpu_weight *w, int64_t row, float *out)
 {
