@@ -1,0 +1,445 @@
+/* out[s][h] = softmax(q . K / sqrt(D)) V for one new token per sequence over int4 pages; RoPE of q and k, quantisation and append of the
+ * new token's k and v included. A sequence's tokens 0 .. kv_len-1, the last one being the new token.
+ *
+ * Arguments: struct k_attn_decode (kernels.h). qkv f16 written by the previous kernel; pages by earlier steps.
+ * Work split: the unit is one page of one KV head (D = 128: 9,216 bytes, one bulk copy). Units are ordered by sequence, head, page and cut
+ *   into equal runs, one per CTA; the cut is computed by every CTA from kv_len, so one captured grid serves all lengths. A run of units of
+ *   one (sequence, head) is a segment part. Four warps take 16 of a page's 64 tokens each, the query heads of the group fill N = 8.
+ * Shared memory: barriers 256, prefix sums 4 (S+1), merge buffer 4 * 8 * (D+4) * 4 (16.9 KiB at D = 128), new token 1.5 KiB, ring of
+ *   NSTAGE tiles (36 KiB): three CTAs per SM at <= 128 registers.
+ * Pipeline: page copies start before the grid dependency opens (pages of earlier steps do not depend on it). The new token never travels
+ *   through global memory here: the warp that owns its 16-token block patches the tile in shared memory and stores the same words to the page.
+ * Numerics: keys and values as folded nibbles (16+q, 256+q), offsets taken off by products with constant rows; K scales on the f32 scores,
+ *   V scales on the f16 probabilities; running maximum in f32, base-2 exponentials; parts are merged in CTA order by the last to arrive, so
+ *   results do not depend on timing. Empty and masked positions have probability exactly 0. Tolerance against the f64 twin 5e-4 of the norm.
+ * Limits: D 64 or 128, H/G <= 8, S <= 1024, sm_90; anything else goes to attn_any.
+ * Cost: 72 D + ... = 9,216 bytes per page and head; bound by device memory from about 20 MB a layer, by latency below.
+ * History: a separate merge kernel cost 3 us a layer; 4 CTAs per SM spill.
+ * Links: twin ref_attention (tests/gpu/gpu_ref.c), test tests/gpu/test_attention.c, bench sits2026-bench kernels.
+ */
+#include "common/kv_tile.cuh"
+#include "common/launch.cuh"
+
+namespace {
+
+constexpr int WARPS = 4, THREADS = 160, STAGES = 4, CTAS_PER_SM = 3, MAX_SEQS = 1024;
+
+struct params {
+  k_attn_decode a;
+  float score_scale; /* log2(e) / sqrt(D) */
+};
+
+template <int D> struct shape {
+  static constexpr int TILE = K_PAGE_TOKENS * D + K_PAGE_TOKENS * (D / 32) * 4;
+  static constexpr int ROW = D + 4; /* merged output, maximum, sum */
+  static constexpr int MERGE = WARPS * 8 * ROW * 4;
+  static constexpr int BARS = 128, QUERY = 8 * D * 2;
+};
+
+#if SITS_SM90
+
+struct run { int unit, end, n_units, n_ctas; };
+
+/* prefix[s] = units before sequence s. Sequences with more than one token in the step count none. */
+SITS_DEV void scan_units(const k_kv_view &kv, int *prefix) {
+  const int lane = threadIdx.x & 31;
+  int carry = 0;
+  for (int base = 0; base < kv.n_seqs; base += 32) {
+    int s = base + lane, n = 0;
+    if (s < kv.n_seqs && kv.seq_start[s + 1] - kv.seq_start[s] == 1) {
+      int len = kv.kv_len[s], first = kv.window > 0 && len > kv.window ? (len - kv.window) / K_PAGE_TOKENS : 0;
+      n = ((len + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS - first) * kv.n_kv_heads;
+    }
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+      int o = __shfl_up_sync(~0u, n, d);
+      if (lane >= d) n += o;
+    }
+    if (s < kv.n_seqs) prefix[s + 1] = carry + n;
+    carry += __shfl_sync(~0u, n, 31);
+  }
+  if (lane == 0) prefix[0] = 0;
+}
+
+struct segment { int seq, head, first_unit, n_units, len, first_page, lo; }; /* lo: first visible token */
+
+SITS_DEV segment find_segment(const k_kv_view &kv, const int *prefix, int unit) {
+  segment g;
+  int lo = 0, hi = kv.n_seqs - 1; /* last s with prefix[s] <= unit */
+  while (lo < hi) {
+    int mid = (lo + hi + 1) >> 1;
+    if (prefix[mid] <= unit) lo = mid;
+    else hi = mid - 1;
+  }
+  g.seq = lo;
+  g.n_units = (prefix[lo + 1] - prefix[lo]) / kv.n_kv_heads;
+  g.head = (unit - prefix[lo]) / g.n_units;
+  g.first_unit = prefix[lo] + g.head * g.n_units;
+  g.len = kv.kv_len[lo];
+  g.lo = kv.window > 0 && g.len > kv.window ? g.len - kv.window : 0;
+  g.first_page = g.lo / K_PAGE_TOKENS;
+  return g;
+}
+
+template <int D> SITS_DEV uint8_t *tile_of(const k_kv_view &kv, const segment &g, int unit) {
+  int page = kv.block_table[(size_t)g.seq * kv.table_stride + g.first_page + unit - g.first_unit];
+  return kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + g.head) * shape<D>::TILE;
+}
+
+struct new_token { uint8_t k[128], v[128]; __half k_scale[4], v_scale[4]; };
+
+/* Patch the tile in shared memory with the new token and store the words it touched to the page. One warp. */
+template <int D> SITS_DEV void patch_tile(uint32_t tile, uint8_t *page, const new_token *nt, int token, int lane) {
+#pragma unroll
+  for (int w = 0; w < D / 128 + (D < 128); w++) { /* K: D/4 words, four channels each */
+    int i = lane + w * 32;
+    if (i < D / 4) {
+      kv::place p = kv::k_place(D, token, i * 4);
+      uint32_t word = lds32(tile + p.word_bytes);
+#pragma unroll
+      for (int c = 0; c < 4; c++) word = kv::insert_nibble(word, kv::k_place(D, token, i * 4 + c).shift, nt->k[i * 4 + c]);
+      sts32(tile + p.word_bytes, word);
+      *(uint32_t *)(page + p.word_bytes) = word;
+    }
+  }
+#pragma unroll
+  for (int w = 0; w < D / 64; w++) { /* V: D/2 words, two channels each */
+    int i = lane + w * 32, d = (i >> 3) * 16 + (i & 7);
+    kv::place p = kv::v_place(D, token, d);
+    uint32_t word = lds32(tile + p.word_bytes);
+    word = kv::insert_nibble(word, p.shift, nt->v[d]);
+    word = kv::insert_nibble(word, kv::v_place(D, token, d + 8).shift, nt->v[d + 8]);
+    sts32(tile + p.word_bytes, word);
+    *(uint32_t *)(page + p.word_bytes) = word;
+  }
+  if (lane < D / 16) {
+    bool is_value = lane >= D / 32;
+    int group = lane - (is_value ? D / 32 : 0), at = is_value ? kv::v_scale_offset(D, token, group) : kv::k_scale_offset(D, token, group);
+    __half s = is_value ? nt->v_scale[group] : nt->k_scale[group];
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(tile + at), "h"(__half_as_ushort(s)) : "memory");
+    *(__half *)(page + at) = s;
+  }
+  __syncwarp();
+}
+
+/* q of the group's heads -> f16 [8][D] in shared memory; k and v of the new token -> codes. All four warps. */
+template <int D> SITS_DEV void prepare_segment(const params &p, const segment &g, __half *query, float *scratch, new_token *nt, bool owns_last) {
+  const k_attn_decode &a = p.a;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads;
+  const int row = a.kv.seq_start[g.seq], position = g.len - 1;
+  const __half *base = (const __half *)a.qkv + (size_t)row * (a.kv.n_heads + 2 * a.kv.n_kv_heads) * D;
+  float *v = scratch + warp * D;
+  for (int i = warp; i < 8 + (owns_last ? 2 : 0); i += WARPS) {
+    if (i < 8 && i >= gqa) {
+#pragma unroll
+      for (int j = 0; j < D / 32; j++) query[i * D + lane + j * 32] = __float2half(0.f);
+      continue;
+    }
+    const __half *src = base + (i < 8 ? g.head * gqa + i : i == 8 ? a.kv.n_heads + g.head : a.kv.n_heads + a.kv.n_kv_heads + g.head) * D;
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) v[lane + j * 32] = __half2float(__ldcg(src + lane + j * 32));
+    __syncwarp();
+    if (i < 9) kv::prepare_head(v, D, lane, i < 8 ? a.q_gain : a.k_gain, a.eps, a.rope, position, true);
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) {
+      float x = v[lane + j * 32];
+      if (i < 8) query[i * D + lane + j * 32] = __float2half_rn(x);
+      else {
+        __half s;
+        uint32_t q = kv::quantise4(x, &s);
+        (i == 8 ? nt->k : nt->v)[lane + j * 32] = (uint8_t)q;
+        if (lane == 0) (i == 8 ? nt->k_scale : nt->v_scale)[j] = s;
+      }
+    }
+    __syncwarp();
+  }
+}
+
+SITS_DEV void consumer_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+
+/* os: the offset of rows g, -24 sum p; that of rows g+8 is 11 times as much, so it is not kept. */
+template <int D> struct state { float o[D / 16][4], os[D / 32][2], m0, m1, l0, l1; };
+
+template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D / 16][2], const float (&seed)[D / 32][2], uint32_t tile, int warp,
+                                           int lane, int lo, int len, float scale) {
+  constexpr int G32 = D / 32;
+  const int g = lane >> 2, t = lane & 3;
+  const uint32_t consts[4] = {0xCE00CE00u, 0xDC20DC20u, 0xCE00CE00u, 0xDC20DC20u};
+  const float zero[4] = {0.f, 0.f, 0.f, 0.f};
+  float sc[4] = {0.f, 0.f, 0.f, 0.f};
+  uint32_t ks[G32];
+#pragma unroll
+  for (int i = 0; i < G32; i += 2) {
+    uint2 v = lds64(tile + 64 * D + warp * D + g * (D / 8) + i * 4);
+    ks[i] = v.x, ks[i + 1] = v.y;
+  }
+#pragma unroll
+  for (int i = 0; i < D / 64; i++) {
+    uint4 v = lds128(tile + warp * 8 * D + i * 512 + lane * 16);
+    uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const int group = i * 2 + c;
+      float part[4];
+      uint32_t a[4];
+      const float from[4] = {seed[group][0], seed[group][1], 11.f * seed[group][0], 11.f * seed[group][1]};
+      fold_nibbles(w[c * 2], a);
+      mma_f16(part, a, q[group * 2][0], q[group * 2][1], from);
+      fold_nibbles(w[c * 2 + 1], a);
+      mma_f16(part, a, q[group * 2 + 1][0], q[group * 2 + 1][1], part);
+      float2 f = half2_to_float2(ks[group]);
+      sc[0] += f.x * part[0], sc[1] += f.x * part[1], sc[2] += f.y * part[2], sc[3] += f.y * part[3];
+    }
+  }
+  const int tok = warp * 16 + g; /* in the page, like lo and len */
+  const bool see0 = tok >= lo && tok < len, see1 = tok + 8 >= lo && tok + 8 < len;
+  sc[0] = see0 ? sc[0] * scale : -INFINITY, sc[1] = see0 ? sc[1] * scale : -INFINITY;
+  sc[2] = see1 ? sc[2] * scale : -INFINITY, sc[3] = see1 ? sc[3] * scale : -INFINITY;
+  float x0 = fmaxf(sc[0], sc[2]), x1 = fmaxf(sc[1], sc[3]);
+#pragma unroll
+  for (int d = 4; d < 32; d <<= 1) x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, d)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, d));
+  const float n0 = fmaxf(st.m0, x0), n1 = fmaxf(st.m1, x1);
+  if (__any_sync(~0u, n0 > st.m0 || n1 > st.m1)) {
+    const float f0 = exp2f(st.m0 - n0), f1 = exp2f(st.m1 - n1);
+    st.l0 *= f0, st.l1 *= f1, st.m0 = n0, st.m1 = n1;
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) st.o[i][0] *= f0, st.o[i][1] *= f1, st.o[i][2] *= f0, st.o[i][3] *= f1;
+#pragma unroll
+    for (int i = 0; i < G32; i++) st.os[i][0] *= f0, st.os[i][1] *= f1;
+  }
+  const float p0 = exp2f(sc[0] - st.m0), p1 = exp2f(sc[1] - st.m1), p2 = exp2f(sc[2] - st.m0), p3 = exp2f(sc[3] - st.m1);
+  st.l0 += p0 + p2, st.l1 += p1 + p3;
+  const uint32_t c0 = movmatrix_trans(pack_half2(p0, p1)), c1 = movmatrix_trans(pack_half2(p2, p3));
+#pragma unroll
+  for (int i = 0; i < D / 64; i++) {
+    uint4 v = lds128(tile + 32 * D + warp * 8 * D + i * 512 + lane * 16);
+    uint4 vs = lds128(tile + 68 * D + warp * D + t * (D / 4) + i * 16);
+    uint32_t w[4] = {v.x, v.y, v.z, v.w}, s[4] = {vs.x, vs.y, vs.z, vs.w};
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const int group = i * 2 + c;
+      const uint32_t e0 = hmul2_u32(c0, s[c * 2]), e1 = hmul2_u32(c1, s[c * 2 + 1]);
+      uint32_t a[4];
+      float offset[4];
+      mma_f16(offset, consts, e0, e1, zero);
+      st.os[group][0] += offset[0], st.os[group][1] += offset[1];
+      fold_nibbles(w[c * 2], a);
+      mma_f16(st.o[group * 2], a, e0, e1, st.o[group * 2]);
+      fold_nibbles(w[c * 2 + 1], a);
+      mma_f16(st.o[group * 2 + 1], a, e0, e1, st.o[group * 2 + 1]);
+    }
+  }
+}
+
+/* Values of head h of a warp's state -> merge[warp][h][ROW]. */
+template <int D> SITS_DEV void spill_state(const state<D> &st, float *merge, int warp, int lane) {
+  constexpr int ROW = shape<D>::ROW;
+  const int g = lane >> 2, t = lane & 3;
+  float l0 = st.l0, l1 = st.l1;
+#pragma unroll
+  for (int d = 4; d < 32; d <<= 1) l0 += __shfl_xor_sync(~0u, l0, d), l1 += __shfl_xor_sync(~0u, l1, d);
+  float *r = merge + (warp * 8 + 2 * t) * ROW;
+#pragma unroll
+  for (int i = 0; i < D / 16; i++) {
+    const int group = i / 2;
+    r[i * 16 + g] = st.o[i][0] + st.os[group][0], r[ROW + i * 16 + g] = st.o[i][1] + st.os[group][1];
+    r[i * 16 + g + 8] = st.o[i][2] + 11.f * st.os[group][0], r[ROW + i * 16 + g + 8] = st.o[i][3] + 11.f * st.os[group][1];
+  }
+  if (g == 0) r[D] = st.m0, r[D + 1] = l0, r[ROW + D] = st.m1, r[ROW + D + 1] = l1;
+}
+
+template <int D> SITS_DEV void store_head(const k_attn_decode &a, int row, int head, const float (&v)[D / 32], float inv, int lane) {
+  __half *out = (__half *)a.out;
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) {
+    int col = head * D + lane + j * 32;
+    out[a.frag_m ? k_frag_index(a.frag_m, col, row) : row * (a.kv.n_heads * D) + col] = __float2half_rn(v[j] * inv);
+  }
+}
+
+/* Merge the four warps; then store, or hand the part over and let the last CTA of the segment merge the parts. */
+template <int D>
+SITS_DEV void flush_segment(const params &p, const segment &g, float *merge, int *flag, int n_units_all, int n_ctas, int first_of_run) {
+  constexpr int ROW = shape<D>::ROW;
+  const k_attn_decode &a = p.a;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads, row = a.kv.seq_start[g.seq];
+  const long long all = n_units_all, n = n_ctas;
+  const int cta_first = (int)(((g.first_unit + 1LL) * n - 1) / all), cta_last = (int)(((long long)(g.first_unit + g.n_units) * n - 1) / all);
+  const int slot = blockIdx.x * 2 + (first_of_run ? 0 : 1);
+  float *mine = a.workspace + (size_t)slot * 8 * ROW;
+  for (int h = warp; h < gqa; h += WARPS) {
+    float m = -1e30f, l = 0.f, v[D / 32] = {};
+    for (int w = 0; w < WARPS; w++) m = fmaxf(m, merge[(w * 8 + h) * ROW + D]);
+    for (int w = 0; w < WARPS; w++) {
+      const float *r = merge + (w * 8 + h) * ROW;
+      float f = exp2f(r[D] - m);
+      l += r[D + 1] * f;
+#pragma unroll
+      for (int j = 0; j < D / 32; j++) v[j] += r[lane + j * 32] * f;
+    }
+    if (cta_first == cta_last) store_head<D>(a, row, g.head * gqa + h, v, 1.f / l, lane);
+    else {
+#pragma unroll
+      for (int j = 0; j < D / 32; j++) mine[h * ROW + lane + j * 32] = v[j];
+      if (lane == 0) mine[h * ROW + D] = m, mine[h * ROW + D + 1] = l;
+    }
+  }
+  if (cta_first == cta_last) return;
+  __threadfence();
+  consumer_sync();
+  int *counter = a.counters + g.seq * a.kv.n_kv_heads + g.head;
+  if (threadIdx.x == 0) *flag = atomicAdd(counter, 1) == cta_last - cta_first;
+  consumer_sync();
+  if (!*flag) return;
+  __threadfence();
+  if (threadIdx.x == 0) *counter = 0;
+  const int first_start = (int)(cta_first * all / n); /* is the segment the first of CTA cta_first's run? */
+  const int first_slot = cta_first * 2 + (first_start >= g.first_unit ? 0 : 1);
+  for (int h = warp; h < gqa; h += WARPS) {
+    const float *r0 = a.workspace + (size_t)first_slot * 8 * ROW + h * ROW;
+    float m = __ldcg(r0 + D);
+    for (int c = cta_first + 1 + lane; c <= cta_last; c += 32) m = fmaxf(m, __ldcg(a.workspace + (size_t)c * 16 * ROW + h * ROW + D));
+    m = warp_max(m);
+    float f = exp2f(__ldcg(r0 + D) - m), l = __ldcg(r0 + D + 1) * f, v[D / 32];
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) v[j] = __ldcg(r0 + lane + j * 32) * f;
+#pragma unroll 4
+    for (int c = cta_first + 1; c <= cta_last; c++) {
+      const float *r = a.workspace + (size_t)c * 16 * ROW + h * ROW;
+      f = exp2f(__ldcg(r + D) - m);
+      l += __ldcg(r + D + 1) * f;
+#pragma unroll
+      for (int j = 0; j < D / 32; j++) v[j] += __ldcg(r + lane + j * 32) * f;
+    }
+    store_head<D>(a, row, g.head * gqa + h, v, 1.f / l, lane);
+  }
+}
+#endif
+
+template <int D> __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attn_decode_int4_kernel(const __grid_constant__ params p) {
+#if SITS_SM90
+  using C = shape<D>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  grid_trigger();
+  const k_kv_view &view = p.a.kv;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const uint32_t full = smem_addr(smem), empty = full + 8 * STAGES;
+  int *flag = (int *)(smem + 64);
+  segment *shared_segment = (segment *)(smem + 72); /* kept out of registers in the page loop */
+  float *merge = (float *)(smem + C::BARS);
+  __half *query = (__half *)((uint8_t *)merge + C::MERGE);
+  new_token *nt = (new_token *)((uint8_t *)query + C::QUERY);
+  uint8_t *ring_ptr = (uint8_t *)nt + 512;
+  const uint32_t ring = smem_addr(ring_ptr);
+  int *prefix = (int *)(ring_ptr + STAGES * C::TILE);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, WARPS);
+    bar_fence_init();
+  }
+  if (warp == 4) scan_units(view, prefix);
+  __syncthreads();
+  const int n_units = prefix[view.n_seqs], n_ctas = min((int)gridDim.x, n_units);
+  if ((int)blockIdx.x >= n_ctas) {
+    grid_wait();
+    return;
+  }
+  const int begin = (int)((long long)blockIdx.x * n_units / n_ctas), end = (int)((long long)(blockIdx.x + 1) * n_units / n_ctas);
+  if (warp == WARPS) { /* loader */
+    if (lane == 0) {
+      int slot = 0;
+      uint32_t parity = 1;
+      segment g = find_segment(view, prefix, begin);
+      for (int u = begin; u < end; u++) {
+        if (u >= g.first_unit + g.n_units) g = find_segment(view, prefix, u);
+        const uint8_t *tile = tile_of<D>(view, g, u);
+        bar_wait(empty + slot * 8, parity);
+        bar_arrive_expect(full + slot * 8, C::TILE);
+        bulk_load(ring + slot * C::TILE, tile, C::TILE, full + slot * 8);
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+      }
+      grid_wait();
+    }
+    return;
+  }
+  grid_wait();
+  const int gq = lane >> 2, t = lane & 3;
+  const uint32_t consts[4] = {0xCE00CE00u, 0xDC20DC20u, 0xCE00CE00u, 0xDC20DC20u};
+  const float zero[4] = {0.f, 0.f, 0.f, 0.f};
+  int slot = 0;
+  uint32_t parity = 0;
+  for (int u = begin; u < end;) {
+    const int first_of_run = u == begin;
+    {
+      const segment g = find_segment(view, prefix, u);
+      prepare_segment<D>(p, g, query, merge, nt, end >= g.first_unit + g.n_units);
+      if (threadIdx.x == 0) *shared_segment = g;
+    }
+    consumer_sync();
+    const volatile segment *vs = shared_segment;
+    const int last_unit = vs->first_unit + vs->n_units - 1, stop = min(end, last_unit + 1);
+    uint32_t q[D / 16][2];
+    float seed[D / 32][2]; /* offsets of rows g: -24 sum q; rows g+8 have 11 times as much */
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      uint2 v = lds64(smem_addr(query) + (gq * D + k * 16 + t * 4) * 2);
+      q[k][0] = v.x, q[k][1] = v.y;
+    }
+#pragma unroll
+    for (int c = 0; c < D / 32; c++) {
+      float offset[4];
+      mma_f16(offset, consts, q[c * 2][0], q[c * 2][1], zero);
+      mma_f16(offset, consts, q[c * 2 + 1][0], q[c * 2 + 1][1], offset);
+      seed[c][0] = offset[0], seed[c][1] = offset[1];
+    }
+    state<D> st = {};
+    st.m0 = st.m1 = -1e30f;
+    for (; u < stop; u++) {
+      const uint32_t tile = ring + slot * C::TILE;
+      bar_wait(full + slot * 8, parity);
+      const int token0 = (vs->first_page + u - vs->first_unit) * K_PAGE_TOKENS, len = vs->len;
+      if (u == last_unit && warp == ((len - 1) & (K_PAGE_TOKENS - 1)) >> 4)
+        patch_tile<D>(tile, tile_of<D>(view, *shared_segment, u), nt, (len - 1) & (K_PAGE_TOKENS - 1), lane);
+      attend_page<D>(st, q, seed, tile, warp, lane, vs->lo - token0, len - token0, p.score_scale);
+      __syncwarp();
+      if (lane == 0) bar_arrive(empty + slot * 8);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    spill_state<D>(st, merge, warp, lane);
+    consumer_sync();
+    flush_segment<D>(p, *shared_segment, merge, flag, n_units, n_ctas, first_of_run);
+    consumer_sync();
+  }
+#endif
+}
+
+template <int D> int smem_bytes(int n_seqs) {
+  using C = shape<D>;
+  return C::BARS + C::MERGE + C::QUERY + 512 + STAGES * C::TILE + (n_seqs + 1) * 4;
+}
+
+} // namespace
+
+extern "C" bool k_attn_decode_takes(enum k_kv_codec codec, int32_t head_dim, int32_t n_heads, int32_t n_kv_heads) {
+  return codec == K_KV_INT4 && (head_dim == 64 || head_dim == 128) && n_heads % n_kv_heads == 0 && n_heads / n_kv_heads <= K_MAX_GQA;
+}
+
+extern "C" int32_t k_attn_decode_grid(int32_t n_sm) { return n_sm * CTAS_PER_SM; }
+
+extern "C" size_t k_attn_decode_workspace_bytes(int32_t n_sm, int32_t head_dim) {
+  return (size_t)n_sm * CTAS_PER_SM * 2 * 8 * (head_dim + 4) * sizeof(float);
+}
+
+extern "C" int sits_k_attn_decode_init(void) {
+  int e = prepare_kernel(attn_decode_int4_kernel<64>, smem_bytes<64>(MAX_SEQS));
+  return e ? e : prepare_kernel(attn_decode_int4_kernel<128>, smem_bytes<128>(MAX_SEQS));
+}
+
+extern "C" int sits_k_attn_decode(const struct k_attn_decode *a, int32_t n_sm, struct k_stream at) {
+  const k_kv_view &v = a->kv;
+  if (!k_attn_decode_takes(v.codec, v.head_dim, v.n_heads, v.n_kv_heads) || v.n_seqs < 1 || v.n_seqs > MAX_SEQS) return cudaErrorInvalidValue;
+  params p = {*a, 1.4426950408889634f / sqrtf((float)v.head_dim)};
+  const dim3 grid(k_attn_decode_grid(n_sm)), block(THREADS);
+  cudaStream_t stream = (cudaStream_t)at.stream;
+  return v.head_dim == 64 ? launch_kernel(attn_decode_int4_kernel<64>, grid, block, smem_bytes<64>(v.n_seqs), stream, at.pdl, p)
+                          : launch_kernel(attn_decode_int4_kernel<128>, grid, block, smem_bytes<128>(v.n_seqs), stream, at.pdl, p);
+}

@@ -1,0 +1,140 @@
+/* Where a value lies in a KV tile, and the arithmetic that puts it there: rotation, quantisation, addressing. Used by every kernel that
+ * writes or reads pages one value at a time; the tensor-core kernels rely on the same order.
+ *
+ * int4 tile of head size D (nw = 16-token blocks, 4 of them; c = D/64 chunks of 512 bytes per block and matrix):
+ *   offset                         bytes          what
+ *   0                              32 D           K nibbles: word (block, step = d/16, lane) at block*8D + (step/4)*512 + lane*16 + (step%4)*4;
+ *                                                 rows are tokens g, g+8 of the block (lane = 4 g + t), c0..c3 are channels 16 step + 4 t + 0..3
+ *   32 D                           32 D           V nibbles: the same with rows = channels 16 step + {g, g+8}, c0..c3 = tokens 2t, 2t+1, 2t+8, 2t+9
+ *   64 D                           4 D            K scales f16: block, g, group, {token g, token g+8}
+ *   68 D                           4 D            V scales f16: block, t, group, {tokens 2t, 2t+1, 2t+8, 2t+9}
+ */
+#ifndef SITS_KERNELS_KV_TILE_CUH
+#define SITS_KERNELS_KV_TILE_CUH
+
+#include "common/ptx.cuh"
+#include "kernels.h"
+
+namespace kv {
+
+struct place { int word_bytes, shift; }; /* byte offset of the folded word, left-rotation of the nibble */
+
+SITS_DEV int nibble_shift(int c, bool second_row) { return (6 + (c & 1) * 16 + (c >> 1) * 8 - (second_row ? 4 : 0)) & 31; }
+
+SITS_DEV place k_place(int head_dim, int token, int d) {
+  int block = token >> 4, tk = token & 15, step = d >> 4, t = (d & 15) >> 2, lane = (tk & 7) * 4 + t;
+  return {block * 8 * head_dim + (step >> 2) * 512 + lane * 16 + (step & 3) * 4, nibble_shift(d & 3, tk >= 8)};
+}
+SITS_DEV place v_place(int head_dim, int token, int d) {
+  int block = token >> 4, tk = token & 15, step = d >> 4, d16 = d & 15, lane = (d16 & 7) * 4 + ((tk & 7) >> 1);
+  return {32 * head_dim + block * 8 * head_dim + (step >> 2) * 512 + lane * 16 + (step & 3) * 4,
+          nibble_shift((tk & 1) + (tk >= 8 ? 2 : 0), d16 >= 8)};
+}
+SITS_DEV int k_scale_offset(int head_dim, int token, int group) {
+  int tk = token & 15;
+  return 64 * head_dim + (token >> 4) * head_dim + (tk & 7) * (head_dim >> 3) + group * 4 + (tk >> 3) * 2;
+}
+SITS_DEV int v_scale_offset(int head_dim, int token, int group) {
+  int tk = token & 15;
+  return 68 * head_dim + (token >> 4) * head_dim + ((tk & 7) >> 1) * (head_dim >> 2) + group * 8 + (tk >> 3) * 4 + (tk & 1) * 2;
+}
+SITS_DEV uint32_t insert_nibble(uint32_t word, int shift, uint32_t q) {
+  uint32_t keep = __funnelshift_l(0xFFFFFFF0u, 0xFFFFFFF0u, shift);
+  return (word & keep) | __funnelshift_l(q, q, shift);
+}
+SITS_DEV uint32_t extract_nibble(uint32_t word, int shift) { return __funnelshift_r(word, word, shift) & 15u; }
+
+/* One value of a tile, as f32 (keys as stored: rotated where the codec rotates). */
+SITS_DEV float load(const uint8_t *tile, int codec, int head_dim, bool is_value, int token, int d) {
+  if (codec == K_KV_F16) return __half2float(((const __half *)tile)[(is_value ? K_PAGE_TOKENS * head_dim : 0) + token * head_dim + d]);
+  if (codec == K_KV_INT8) {
+    const __half *scales = (const __half *)(tile + 2 * K_PAGE_TOKENS * head_dim);
+    int q = ((const int8_t *)tile)[(is_value ? K_PAGE_TOKENS * head_dim : 0) + token * head_dim + d];
+    return __half2float(scales[(is_value ? K_PAGE_TOKENS : 0) + token]) * (float)q;
+  }
+  place at = is_value ? v_place(head_dim, token, d) : k_place(head_dim, token, d);
+  int scale_at = is_value ? v_scale_offset(head_dim, token, d >> 5) : k_scale_offset(head_dim, token, d >> 5);
+  int q = (int)extract_nibble(*(const uint32_t *)(tile + at.word_bytes), at.shift) - 8;
+  return __half2float(*(const __half *)(tile + scale_at)) * (float)q;
+}
+
+/* cos and sin of position * inv_freq with a three-term reduction, good to 1e-6 up to a million radians. */
+SITS_DEV float2 rope_angle(int position, float inv_freq, float magnitude) {
+  float x = (float)position * inv_freq;
+  float k = rintf(x * 0.15915494309189535f);
+  float r = fmaf(k, -6.28125f, x);
+  r = fmaf(k, -1.93500518798828125e-3f, r);
+  r = fmaf(k, -3.0198823e-7f, r);
+  return make_float2(__cosf(r) * magnitude, __sinf(r) * magnitude);
+}
+
+/* A warp rotates one head vector held in shared memory, in place: optional RMS norm with gain, RoPE, optional Hadamard transform.
+ * Value e is owned by lane e % 32. D a multiple of 32 (Hadamard: a power of two), at most 256. */
+SITS_DEV void prepare_head(float *v, int head_dim, int lane, const float *gain, float eps, const k_rope &rope, int position, bool hadamard) {
+  const int n = head_dim >> 5;
+  if (gain) {
+    float sum = 0.f;
+    for (int j = 0; j < n; j++) sum += v[lane + j * 32] * v[lane + j * 32];
+    float f = rsqrtf(warp_sum(sum) / (float)head_dim + eps);
+    for (int j = 0; j < n; j++) v[lane + j * 32] *= f * gain[lane + j * 32];
+    __syncwarp();
+  }
+  float r[8];
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    if (j >= n) break;
+    int e = lane + j * 32, half = rope.dims >> 1;
+    float x = v[e];
+    r[j] = x;
+    if (e < rope.dims) {
+      int i = rope.interleaved ? e >> 1 : e < half ? e : e - half;
+      bool first = rope.interleaved ? !(e & 1) : e < half;
+      int other = rope.interleaved ? e ^ 1 : first ? e + half : e - half;
+      float2 cs = rope_angle(position, rope.inv_freq[i], rope.magnitude);
+      r[j] = first ? x * cs.x - v[other] * cs.y : x * cs.x + v[other] * cs.y;
+    }
+  }
+  if (hadamard) {
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1)
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        if (j < n) {
+          float o = __shfl_xor_sync(~0u, r[j], d);
+          r[j] = lane & d ? o - r[j] : r[j] + o;
+        }
+#pragma unroll
+    for (int d = 1; d < 8; d <<= 1)
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        if (d < n && j < n && !(j & d)) {
+          float a = r[j], b = r[j | d];
+          r[j] = a + b, r[j | d] = a - b;
+        }
+    float f = rsqrtf((float)head_dim);
+#pragma unroll
+    for (int j = 0; j < 8; j++) r[j] *= f;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+    if (j < n) v[lane + j * 32] = r[j];
+  __syncwarp();
+}
+
+/* A warp quantises one group of 32 values (one per lane) to 4 bits: value ~ scale * (q - 8). The end of larger magnitude sits on -8; the
+ * scale is then refitted by least squares. Every lane gets the scale. */
+SITS_DEV uint32_t quantise4(float x, __half *scale) {
+  float top = warp_max(x), low = -warp_max(-x);
+  float s = (-low > top ? low : top) * -0.125f;
+  float inv = s != 0.f ? 1.f / s : 0.f;
+  float q = fminf(fmaxf(rintf(x * inv), -8.f), 7.f);
+  float xq = warp_sum(x * q), qq = warp_sum(q * q);
+  if (qq > 0.f) s = xq / qq;
+  *scale = __float2half_rn(fminf(fmaxf(s, -65504.f), 65504.f));
+  return (uint32_t)((int)q + 8);
+}
+
+} // namespace kv
+
+#endif

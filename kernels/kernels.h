@@ -1,0 +1,320 @@
+/* The CUDA kernels as C sees them: plain argument structs, plans that pick a launch configuration, launchers.
+ *
+ * Rules
+ *  1. Launchers only enqueue; they return a cudaError_t value (0 = success) and never allocate or synchronize.
+ *  2. `struct k_stream` carries the stream and whether the launch has a programmatic edge to the launch before it. Every kernel waits
+ *     for its predecessor before it reads anything but weights and step inputs, and lets its successor start at once.
+ *  3. Sizes a kernel does not take are refused by its plan function (SITS_UNSUPPORTED in words: the plan returns false).
+ *  4. Layouts. "row": [T][ld] f16, row-major. "frag": what a 4-bit GEMM for few tokens reads, see k_frag_index.
+ *
+ * Dimensions: T tokens, S sequences, H query heads, G KV heads, D head size, E width, F feed-forward width, V vocabulary, P tokens a page.
+ */
+#ifndef SITS_KERNELS_H
+#define SITS_KERNELS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define K_PAGE_TOKENS 64           /* P */
+#define K_GROUP 128                /* columns of one packed block */
+#define K_ALIGN_ROWS 16            /* rows of one packed tile */
+#define K_MAX_DECODE_TOKENS 16     /* largest T of the mma.sync 4-bit GEMM */
+#define K_MAX_GQA 8                /* largest H/G of the tensor-core decode attention */
+
+#ifdef __CUDACC__
+#define K_FN __host__ __device__ static inline
+#else
+#define K_FN static inline
+#endif
+
+struct CUstream_st;
+struct k_stream { struct CUstream_st *stream; bool pdl; };
+
+/* ---- 4-bit weights, packed ----
+ * A weight [rows][cols] is cut into tiles of 16 rows by 128 columns, tile (r, c) at byte ((r * n_blocks + c) * unit), cols padded with zero
+ * scales to whole blocks, rows to whole tiles. A unit is 1,024 bytes of nibbles, then its scales:
+ *   K_W4_G128: 16 f16, one per row: value = scale * (q - 8)                                    32 bytes, unit 1,056
+ *   K_W4_G32M: 16 x 4 x {f16 scale, f16 minimum}: value = scale * q + minimum, groups of 32   256 bytes, unit 1,280
+ * Nibbles: word (s, half, lane), s = 0..3 the 32-column step, at byte (s/2)*512 + lane*16 + (s%2)*8 + half*4, is a folded word
+ * (common/ptx.cuh) of rows g = lane/4 and g+8 and columns 32 s + 16 half + 4 (lane%4) + {0, 2, 1, 3} as c0..c3.
+ * Scales, G128: row g then row g+8 at 4 g; G32M: step s, {scale g, minimum g, scale g+8, minimum g+8} at 64 s + 8 g. */
+enum k_w4_format { K_W4_G128, K_W4_G32M };
+#define K_W4_NIBBLE_BYTES 1024
+#define K_W4_G128_UNIT 1056
+#define K_W4_G32M_UNIT 1280
+
+K_FN int32_t k_w4_unit_bytes(enum k_w4_format format) { return format == K_W4_G128 ? K_W4_G128_UNIT : K_W4_G32M_UNIT; }
+K_FN int32_t k_blocks(int32_t cols) { return (cols + K_GROUP - 1) / K_GROUP; }
+K_FN int32_t k_row_tiles(int32_t rows) { return (rows + K_ALIGN_ROWS - 1) / K_ALIGN_ROWS; }
+
+/* Bit position of the nibble of (row 0..15, column 0..127) inside its unit, as a word index and a left-rotation. */
+K_FN void k_w4_place(int32_t row, int32_t col, int32_t *word, int32_t *rotate) {
+  int32_t s = col >> 5, r = col & 31, half = r >> 4, t = (r & 15) >> 2, j = r & 3, lane = (row & 7) * 4 + t;
+  int32_t c = ((j & 1) << 1) | (j >> 1); /* columns 0, 2, 1, 3 are c0..c3 */
+  *word = (s >> 1) * 128 + lane * 4 + (s & 1) * 2 + half;
+  *rotate = (6 + (c & 1) * 16 + (c >> 1) * 8 - (row < 8 ? 0 : 4)) & 31;
+}
+
+/* Element index of (column k, token n) in a "frag" activation of m tokens (m = 1, 8 or 16 as the kernel was built for), f16. */
+K_FN int32_t k_frag_index(int32_t m, int32_t k, int32_t n) {
+  int32_t r = k & 31, t = (r & 15) >> 2, j = r & 3;
+  return (k >> 7) * (128 * m) + ((k & 127) >> 5) * (32 * m) + n * 32 + t * 8 + (r >> 4) * 4 + (((j & 1) << 1) | (j >> 1));
+}
+
+/* ---- 4-bit GEMM for few tokens (kernels/gemm/gemm_w4a16.cu) ---- */
+enum k_w4_output {
+  K_OUT_F16,      /* y[n][ld] f16 = v + bias */
+  K_OUT_F32,      /* y[n][ld] f32 = v + bias */
+  K_OUT_RESIDUAL, /* h[n][ld] f32 += v + bias; next = frag f16(h * gain); ssq[tile][m] = sum of h^2 of the tile's rows */
+  K_OUT_SWIGLU,   /* rows are 8 gate, 8 up, ...: next = frag f16(silu(gate) * up) */
+};
+
+struct k_w4a16 {
+  const void *weight;         /* packed tiles */
+  enum k_w4_format format;
+  int32_t rows, cols;         /* logical */
+  int32_t n_tokens;           /* T <= 16 */
+  const void *x;              /* frag f16, m = k_w4a16_tokens(T), cols padded to blocks with zeros */
+  const float *x_ssq;         /* [x_n_ssq][m] partial sums of squares of the un-normalised x, or NULL: x is used as it is */
+  int32_t x_n_ssq;
+  float x_width, eps;         /* RMS: factor = 1/sqrt(sum / x_width + eps) */
+  enum k_w4_output output;
+  void *y;                    /* F16, F32: [T][ld]; RESIDUAL: h */
+  int32_t ld;
+  const float *bias;          /* [rows] or NULL; not with SWIGLU */
+  void *next;                 /* RESIDUAL, SWIGLU: frag f16 of the next GEMM */
+  const float *gain;          /* RESIDUAL: [rows] of the norm that follows */
+  float *ssq;                 /* RESIDUAL: [k_w4a16_ssq_parts(rows)][m] */
+};
+
+K_FN int32_t k_w4a16_tokens(int32_t n_tokens) { return n_tokens == 1 ? 1 : n_tokens <= 8 ? 8 : 16; }
+K_FN int32_t k_w4a16_ssq_parts(int32_t rows) { return (rows + 31) / 32; }
+
+struct k_w4a16_plan { int32_t m, row_tiles, grid, stages, smem_bytes, pace_cycles; };
+/* False when the kernel does not take the shape (the reason is in the function). */
+bool k_w4a16_plan(const struct k_w4a16 *args, int32_t n_sm, struct k_w4a16_plan *plan);
+int sits_k_w4a16_init(void);
+int sits_k_w4a16(const struct k_w4a16 *args, int32_t n_sm, struct k_stream at);
+
+/* ---- KV pages ----
+ * A page holds P tokens of all layers: page id -> pool + id * page_bytes; inside, tile (layer, g) at (layer * G + g) * tile_bytes.
+ * Tiles by codec, D a multiple of 32 for the quantised ones (kernels/common/kv_tile.cuh writes and reads them):
+ *   f16   K [P][D] f16, V [P][D] f16
+ *   int8  K [P][D] s8, V [P][D] s8, K scales [P] f16, V scales [P] f16: value = scale * q, one scale per token and head
+ *   int4  K nibbles P*D/2, V nibbles P*D/2, K scales P*D/32 f16, V scales P*D/32 f16: value = scale * (q - 8) in groups of 32 channels;
+ *         keys (and queries) are Hadamard-rotated per head first. Nibbles and scales lie in tensor-core fragment order. */
+enum k_kv_codec { K_KV_F16, K_KV_INT8, K_KV_INT4 };
+
+K_FN int32_t k_kv_tile_bytes(enum k_kv_codec codec, int32_t head_dim) {
+  return codec == K_KV_F16    ? K_PAGE_TOKENS * head_dim * 4
+         : codec == K_KV_INT8 ? K_PAGE_TOKENS * head_dim * 2 + K_PAGE_TOKENS * 4
+                              : K_PAGE_TOKENS * head_dim + K_PAGE_TOKENS * (head_dim / 32) * 4;
+}
+
+struct k_rope {
+  const float *inv_freq;      /* [dims/2] on the device */
+  float magnitude;
+  int32_t dims;               /* of D */
+  bool interleaved;           /* pairs (2i, 2i+1); else (i, i + dims/2) */
+};
+
+/* What every attention kernel gets: one step's sequences over one layer's pages. All pointers on the device. */
+struct k_kv_view {
+  uint8_t *pool;
+  int64_t page_bytes;
+  enum k_kv_codec codec;
+  int32_t layer, n_heads, n_kv_heads, head_dim; /* H G D */
+  int32_t window;             /* tokens a query sees; 0 = all */
+  int32_t n_tokens, n_seqs;   /* T S */
+  const int32_t *seq_start;   /* [S+1] */
+  const int32_t *kv_len;      /* [S] */
+  const int32_t *positions;   /* [T] */
+  const int32_t *token_seq;   /* [T] the sequence a token belongs to */
+  const int32_t *block_table; /* [S][table_stride] */
+  int32_t table_stride;
+};
+
+/* Output rows of attention: f16, row [T][H*D] (frag_m = 0) or frag with m = frag_m. */
+
+/* ---- decode attention over int4 pages, RoPE and append fused (kernels/attention/decode_int4.cu) ----
+ * Serves the sequences that have exactly one token in the step; others are left alone. */
+struct k_attn_decode {
+  struct k_kv_view kv;
+  struct k_rope rope;
+  const void *qkv;            /* [T][(H+2G)*D] f16: q, k, v before norms and rotation */
+  const float *q_gain, *k_gain; /* [D] head norms or NULL */
+  float eps;
+  void *out;
+  int32_t frag_m;
+  float *workspace;           /* k_attn_decode_workspace_bytes */
+  int32_t *counters;          /* [S * G] zero before the first use; left zero */
+};
+bool k_attn_decode_takes(enum k_kv_codec codec, int32_t head_dim, int32_t n_heads, int32_t n_kv_heads);
+int32_t k_attn_decode_grid(int32_t n_sm);
+size_t k_attn_decode_workspace_bytes(int32_t n_sm, int32_t head_dim);
+int sits_k_attn_decode_init(void);
+int sits_k_attn_decode(const struct k_attn_decode *args, int32_t n_sm, struct k_stream at);
+
+/* ---- activations between GEMMs (kernels/norm/, kernels/quant/) ----
+ * Forms an activation takes on its way into a GEMM of T > 16 tokens or of dense weights. Columns are padded with zeros to whole blocks. */
+enum k_act_form {
+  K_ACT_ROW_F16,   /* [T][k_blocks*128] f16 */
+  K_ACT_TILE_S8,   /* tokens in tiles of `tile`, then column blocks, then [tile][128] s8 with 16-byte chunk c of row n at c ^ (n & 7) */
+  K_ACT_ROW_E4M3,  /* [T][k_blocks*128] e4m3 */
+};
+struct k_act { enum k_act_form form; void *data; float *scale; /* [T], 8-bit forms: value = scale * q */ int32_t tile; };
+
+/* h += sum of slabs in order; out = form(rms_norm(h) * gain). One CTA per output row. */
+struct k_norm {
+  float *h;                   /* [T][E] f32 */
+  const float *slabs;         /* [n_slabs][slab_stride] f32, each [T][E], or NULL */
+  int32_t n_slabs;
+  int64_t slab_stride;        /* elements */
+  const float *gain;          /* [E] */
+  float eps;
+  int32_t n_rows, width;      /* rows of out, E */
+  const int32_t *row_token;   /* [n_rows] row of h for each row of out, or NULL: the same */
+  struct k_act out;
+};
+int sits_k_norm(const struct k_norm *args, struct k_stream at);
+
+enum k_act_source { K_SRC_F16, K_SRC_F32_GATE_UP, K_SRC_F16_GATE_UP };
+/* out = form(x), or form(silu(gate) * up) of rows of 8 gate, 8 up, 8 gate, ... values (width counts the products). */
+struct k_convert {
+  enum k_act_source source;
+  const void *x;              /* [T][ld] */
+  int32_t ld, n_rows, width;
+  struct k_act out;
+};
+int sits_k_convert(const struct k_convert *args, struct k_stream at);
+
+/* h[t] = weight row tokens[t], f32; with frag: also next = frag f16(h * gain) and ssq (part 0 the sum, the other parts 0). */
+struct k_embed {
+  const int32_t *tokens;      /* [T] */
+  const void *table;          /* row-major f16 [V][ld], or packed 4-bit */
+  bool is_packed;
+  enum k_w4_format format;
+  int32_t n_tokens, width, ld, n_vocab;
+  float *h;                   /* [T][E] */
+  int32_t frag_m;             /* 0 = none */
+  void *next;
+  const float *gain;
+  float *ssq;
+  int32_t n_ssq;
+};
+int sits_k_embed(const struct k_embed *args, struct k_stream at);
+
+/* ---- RoPE, append and the general attention (kernels/rope/, kernels/attention/) ---- */
+struct k_rope_append {
+  struct k_kv_view kv;
+  struct k_rope rope;
+  const void *qkv;            /* [T][(H+2G)*D] f16 */
+  const float *q_gain, *k_gain;
+  float eps;
+  void *q;                    /* [T][H*D] f16, rotated, Hadamard-transformed for int4 */
+  bool skip_single;           /* sequences with one token are served by sits_k_attn_decode */
+};
+int sits_k_rope_append(const struct k_rope_append *args, struct k_stream at);
+
+/* Pages -> f16 keys and values of some sequences, side by side: k, v [G][capacity][D], sequence s0+i from row offset[i], whole pages. */
+struct k_kv_gather {
+  struct k_kv_view kv;
+  int32_t seq0, n_seqs;       /* which sequences */
+  const int32_t *offset;      /* [S] on the device */
+  int32_t max_pages;          /* of any of them */
+  int64_t capacity;           /* rows */
+  void *k, *v;
+  bool skip_single;
+};
+int sits_k_kv_gather(const struct k_kv_gather *args, struct k_stream at);
+
+/* Causal attention of the step's tokens over gathered keys and values; q and out f16 rows. */
+struct k_attn_prefill {
+  struct k_kv_view kv;
+  const void *q;              /* [T][H*D] f16 */
+  const void *k, *v;          /* as k_kv_gather wrote them */
+  int64_t capacity;
+  const int32_t *offset;      /* [S] */
+  int32_t seq0, n_seqs;
+  int32_t max_new;            /* most tokens of one of these sequences in the step */
+  void *out;                  /* [T][H*D] f16 */
+  bool skip_single;
+};
+bool k_attn_prefill_takes(int32_t head_dim);
+int sits_k_attn_prefill_init(void);
+int sits_k_attn_prefill(const struct k_attn_prefill *args, struct k_stream at);
+
+/* Any codec, any D <= 256, one warp per token and head, straight from the pages: correct, not fast. */
+struct k_attn_any {
+  struct k_kv_view kv;
+  const void *q;
+  void *out;                  /* [T][H*D] f16 */
+};
+int sits_k_attn_any(const struct k_attn_any *args, struct k_stream at);
+
+/* ---- 4-bit weights to wider forms, for GEMMs of many tokens (kernels/quant/expand.cu) ---- */
+struct k_expand {
+  const void *weight;
+  enum k_w4_format format;
+  int32_t rows, cols;
+  const float *channel;       /* [padded rows] e4m3: value = channel * e4m3, scale / channel is a power of two or 1..16 */
+  bool to_e4m3;               /* else f16 */
+  void *out;                  /* [rows][k_blocks*128] */
+};
+int sits_k_expand(const struct k_expand *args, struct k_stream at);
+
+/* ---- 4-bit GEMM for 17 and more tokens, 8-bit activations (kernels/gemm/gemm_w4a8.cu) ---- */
+enum k_w4a8_output {
+  K_W4A8_SLAB_F32,  /* y[split][n][ld] f32 partial sums */
+  K_W4A8_F16,       /* y[n][ld] f16; split must be 1 */
+  K_W4A8_SWIGLU,    /* y[n][ld] f16 of rows/2 columns; split must be 1 */
+};
+struct k_w4a8 {
+  const void *weight;         /* K_W4_G128 whose scales are channel[row] * 1..16 */
+  const float *channel;       /* [padded rows] */
+  int32_t rows, cols, n_tokens;
+  const void *x;              /* K_ACT_TILE_S8 with the plan's tile */
+  const float *x_scale;       /* [T] */
+  enum k_w4a8_output output;
+  void *y;
+  int32_t ld;
+  int64_t slab_stride;
+};
+struct k_w4a8_plan { int32_t tile, n_split, grid_tiles, token_tiles, stages, stage_blocks, smem_bytes; };
+bool k_w4a8_plan(const struct k_w4a8 *args, int32_t n_sm, struct k_w4a8_plan *plan);
+int32_t k_w4a8_tile(int32_t n_tokens); /* token tile the plan picks: 16, 32, 64 or 128 */
+int sits_k_w4a8_init(void);
+int sits_k_w4a8(const struct k_w4a8 *args, int32_t n_sm, struct k_stream at);
+
+/* ---- sampling (kernels/sample/sample.cu) ---- */
+struct k_sample_row {         /* one row's parameters; device array */
+  float temperature;          /* 0 = greedy */
+  float top_p, min_p;         /* 1, 0 = off */
+  int32_t top_k;              /* 0 = off */
+  float u;                    /* uniform in [0, 1) for the draw */
+};
+struct k_sample {
+  const float *logits;        /* [R][ld] */
+  int32_t n_rows, n_vocab, ld;
+  const struct k_sample_row *rows; /* [R], NULL = greedy */
+  int32_t *token;             /* [R] */
+  float *logprob;             /* [R] of the token under softmax(logits), NULL = not wanted */
+};
+int sits_k_sample(const struct k_sample *args, struct k_stream at);
+
+/* ---- synthetic weights ---- */
+/* Random packed 4-bit weights of about unit gain: nibbles from a counter hash, scales spread * 1..1.5 times a power-of-two multiplier. */
+struct k_fill_w4 { void *weight; enum k_w4_format format; int32_t rows, cols; float scale; uint32_t seed; float *channel; };
+int sits_k_fill_w4(const struct k_fill_w4 *args, struct k_stream at);
+int sits_k_fill_f32(float *out, int64_t n, float value, struct k_stream at);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,202 @@
+/* q = rotate(norm(q)); k, v of every token of the step go to their pages in the codec's form.
+ *
+ * Arguments: struct k_rope_append (kernels.h).
+ * Work split: grid.x takes 16 tokens. grid.y < H: one query head, a warp per token. grid.y >= H: one KV head; a token that is the first of
+ *   its 16-token block in this step brings the whole block (up to 16 tokens of one sequence), because int4 words hold nibbles of several
+ *   tokens; the others are skipped. Words of a block that the step covers in part keep their other nibbles.
+ * Shared memory: 4 warps * D * 4 bytes, and for int4 16 * 2 D codes + scales.
+ * Numerics: rotation f32; f16 saturates; int8 scale = max|x| / 127; int4 see kv_tile.cuh.
+ * Limits: D <= 256, a multiple of 32 for int4 (a power of two there), of 8 otherwise.
+ * Links: twin ref_rope (tests/gpu/gpu_ref.c), test tests/gpu/test_attention.c.
+ */
+#include "common/kv_tile.cuh"
+#include "common/launch.cuh"
+
+namespace {
+constexpr int MAX_D = 256;
+
+/* RoPE and norm for head sizes that are no multiple of 32 (tiny models): one lane strides over the vector. */
+SITS_DEV void prepare_head_any(float *v, int d_head, int lane, const float *gain, float eps, const k_rope &rope, int position) {
+  float r[8], sum = 0.f;
+  for (int e = lane; e < d_head; e += 32) sum += v[e] * v[e];
+  const float f = gain ? rsqrtf(warp_sum(sum) / (float)d_head + eps) : 1.f;
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    int e = lane + j * 32, half = rope.dims >> 1;
+    if (e >= d_head) continue;
+    float x = v[e] * f * (gain ? gain[e] : 1.f);
+    r[j] = x;
+    if (e < rope.dims) {
+      int i = rope.interleaved ? e >> 1 : e < half ? e : e - half;
+      bool first = rope.interleaved ? !(e & 1) : e < half;
+      int other = rope.interleaved ? e ^ 1 : first ? e + half : e - half;
+      float y = v[other] * f * (gain ? gain[other] : 1.f);
+      float2 cs = kv::rope_angle(position, rope.inv_freq[i], rope.magnitude);
+      r[j] = first ? x * cs.x - y * cs.y : x * cs.x + y * cs.y;
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+    if (lane + j * 32 < d_head) v[lane + j * 32] = r[j];
+  __syncwarp();
+}
+
+SITS_DEV void prepare(float *v, const k_rope_append &p, int lane, const float *gain, int position) {
+  const int d = p.kv.head_dim;
+  if (d % 32 == 0) kv::prepare_head(v, d, lane, gain, p.eps, p.rope, position, p.kv.codec == K_KV_INT4);
+  else prepare_head_any(v, d, lane, gain, p.eps, p.rope, position);
+}
+
+SITS_DEV float saturate(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
+
+SITS_DEV void load_head(float *v, const __half *src, int d, int lane) {
+  __syncwarp();
+  for (int e = lane; e < d; e += 32) v[e] = __half2float(src[e]);
+  __syncwarp();
+}
+
+/* One token's k or v in f16 or int8. A warp. */
+SITS_DEV void store_plain(const k_rope_append &p, uint8_t *tile, const float *v, int slot, bool is_value, int lane) {
+  const int d = p.kv.head_dim;
+  const size_t at = (size_t)(is_value ? K_PAGE_TOKENS : 0) * d + (size_t)slot * d;
+  if (p.kv.codec == K_KV_F16) {
+    for (int e = lane; e < d; e += 32) ((__half *)tile)[at + e] = __float2half_rn(saturate(v[e]));
+    return;
+  }
+  float top = 0.f;
+  for (int e = lane; e < d; e += 32) top = fmaxf(top, fabsf(v[e]));
+  const __half scale = __float2half_rn(fminf(warp_max(top) / 127.f, 65504.f));
+  const float s = __half2float(scale), inv = s > 0.f ? 1.f / s : 0.f;
+  for (int e = lane; e < d; e += 32) ((int8_t *)tile)[at + e] = (int8_t)__float2int_rn(fminf(fmaxf(v[e] * inv, -127.f), 127.f));
+  if (lane == 0) ((__half *)(tile + 2 * K_PAGE_TOKENS * d))[(is_value ? K_PAGE_TOKENS : 0) + slot] = scale;
+}
+
+/* Codes of a block in shared memory -> folded words of the tile; 128 threads. */
+SITS_DEV void store_words(uint8_t *tile, const uint8_t *codes, int d, int block, int first, int n) {
+  const bool is_whole = n == 16;
+  for (int i = threadIdx.x; i < 2 * d; i += blockDim.x) { /* K: rows g, g+8, channels 4 c .. 4 c + 3 */
+    int g = i & 7, c4 = (i >> 3) * 4;
+    if (c4 < d) {
+      uint32_t *at = (uint32_t *)(tile + kv::k_place(d, block * 16 + g, c4).word_bytes), w = is_whole ? 0 : *at;
+      for (int r = 0; r < 2; r++)
+        if (g + 8 * r >= first && g + 8 * r < first + n)
+          for (int c = 0; c < 4; c++) w = kv::insert_nibble(w, kv::k_place(d, block * 16 + g + 8 * r, c4 + c).shift, codes[(g + 8 * r) * 2 * d + c4 + c]);
+      *at = w;
+    }
+  }
+  for (int i = threadIdx.x; i < 2 * d; i += blockDim.x) { /* V: channels dd, dd+8, tokens 2t, 2t+1, 2t+8, 2t+9 */
+    int t = i & 3, dd = (i >> 2 & 7) + (i >> 5) * 16;
+    uint32_t *at = (uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, dd).word_bytes), w = is_whole ? 0 : *at;
+    for (int r = 0; r < 4; r++) {
+      int tk = 2 * t + (r & 1) + (r >> 1) * 8;
+      if (tk < first || tk >= first + n) continue;
+      for (int h = 0; h < 2; h++) w = kv::insert_nibble(w, kv::v_place(d, block * 16 + tk, dd + 8 * h).shift, codes[tk * 2 * d + d + dd + 8 * h]);
+    }
+    *at = w;
+  }
+}
+
+/* If token t0 is the first of its 16-token block in this step: the whole block. The CTA. */
+SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int warp, int lane) {
+  const k_kv_view &kv = p.kv;
+  const int d = kv.head_dim, ld = (kv.n_heads + 2 * kv.n_kv_heads) * d, head = blockIdx.y - kv.n_heads;
+  const int s = kv.token_seq[t0], begin = kv.seq_start[s], end = kv.seq_start[s + 1], position = kv.positions[t0];
+  if ((position & 15) && t0 != begin) return;
+  if (p.skip_single && end - begin == 1) return;
+  const int n = min(end - t0, 16 - (position & 15)), slot0 = position & (K_PAGE_TOKENS - 1), block = slot0 >> 4, first = slot0 & 15;
+  const int page = kv.block_table[(size_t)s * kv.table_stride + position / K_PAGE_TOKENS];
+  uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
+  for (int i = warp; i < 2 * n; i += 4) {
+    const int token = t0 + (i >> 1), is_value = i & 1, slot = slot0 + (i >> 1);
+    load_head(v, (const __half *)p.qkv + (size_t)token * ld + (kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head) * d, d, lane);
+    if (!is_value) prepare(v, p, lane, p.k_gain, position + (i >> 1));
+    if (kv.codec != K_KV_INT4) {
+      store_plain(p, tile, v, slot, is_value, lane);
+      continue;
+    }
+    for (int j = 0; j < d / 32; j++) {
+      __half scale;
+      uint32_t q = kv::quantise4(v[lane + j * 32], &scale);
+      codes[((slot & 15) * 2 + is_value) * d + lane + j * 32] = (uint8_t)q;
+      if (lane == 0) *(__half *)(tile + (is_value ? kv::v_scale_offset(d, slot, j) : kv::k_scale_offset(d, slot, j))) = scale;
+    }
+  }
+  if (kv.codec != K_KV_INT4) return;
+  __syncthreads();
+  store_words(tile, codes, d, block, first, n);
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(128) rope_append_kernel(const __grid_constant__ k_rope_append p) {
+  extern __shared__ __align__(16) float shared[];
+  grid_trigger();
+  grid_wait();
+  const k_kv_view &kv = p.kv;
+  const int d = kv.head_dim, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, ld = (kv.n_heads + 2 * kv.n_kv_heads) * d;
+  float *v = shared + warp * d;
+  const __half *qkv = (const __half *)p.qkv;
+  if ((int)blockIdx.y < kv.n_heads) {
+    for (int t = blockIdx.x * 16 + warp; t < min((int)blockIdx.x * 16 + 16, kv.n_tokens); t += 4) {
+      const int s = kv.token_seq[t];
+      if (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1) continue;
+      load_head(v, qkv + (size_t)t * ld + blockIdx.y * d, d, lane);
+      prepare(v, p, lane, p.q_gain, kv.positions[t]);
+      for (int e = lane; e < d; e += 32) ((__half *)p.q)[((size_t)t * kv.n_heads + blockIdx.y) * d + e] = __float2half_rn(saturate(v[e]));
+    }
+    return;
+  }
+  uint8_t *codes = (uint8_t *)(shared + 4 * d); /* [16][2][D] */
+  for (int t = blockIdx.x * 16; t < min((int)blockIdx.x * 16 + 16, kv.n_tokens); t++) append_block(p, v, codes, t, warp, lane);
+}
+
+__global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ k_kv_gather p) {
+  grid_trigger();
+  grid_wait();
+  const k_kv_view &kv = p.kv;
+  const int s = p.seq0 + blockIdx.z, head = blockIdx.y, len = kv.kv_len[s], d = kv.head_dim;
+  if ((int)blockIdx.x * K_PAGE_TOKENS >= len) return;
+  if (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1) return;
+  const int page = kv.block_table[(size_t)s * kv.table_stride + blockIdx.x];
+  const uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
+  const size_t row0 = (size_t)head * p.capacity + p.offset[s] + blockIdx.x * K_PAGE_TOKENS;
+  const int n = len - (int)blockIdx.x * K_PAGE_TOKENS;
+  if (kv.codec == K_KV_INT4) { /* a word gives 8 values; K: four channels of two tokens, V: two channels of four tokens */
+    for (int i = threadIdx.x; i < 16 * d; i += blockDim.x) {
+      const bool is_value = i >= 8 * d;
+      const int w = is_value ? i - 8 * d : i, block = w / (2 * d), r = w - block * 2 * d, chunk = r >> 7, q4 = r & 127, lane = q4 >> 2;
+      const int step = chunk * 4 + (q4 & 3), g = lane >> 2, t = lane & 3;
+      const uint32_t word = ((const uint32_t *)tile)[i];
+      __half *dst = (__half *)(is_value ? p.v : p.k);
+#pragma unroll
+      for (int c = 0; c < 4; c++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int token = block * 16 + (is_value ? 2 * t + (c & 1) + (c >> 1) * 8 : g + 8 * h), ch = step * 16 + (is_value ? g + 8 * h : 4 * t + c);
+          const int at = is_value ? kv::v_scale_offset(d, token, ch >> 5) : kv::k_scale_offset(d, token, ch >> 5);
+          const float x = __half2float(*(const __half *)(tile + at)) * (float)((int)kv::extract_nibble(word, kv::nibble_shift(c, h)) - 8);
+          dst[(row0 + token) * d + ch] = __float2half_rn(token < n ? x : 0.f);
+        }
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < K_PAGE_TOKENS * d; i += blockDim.x) {
+    const int token = i / d, e = i % d;
+    ((__half *)p.k)[(row0 + token) * d + e] = __float2half_rn(token < n ? kv::load(tile, kv.codec, d, false, token, e) : 0.f);
+    ((__half *)p.v)[(row0 + token) * d + e] = __float2half_rn(token < n ? kv::load(tile, kv.codec, d, true, token, e) : 0.f);
+  }
+}
+} // namespace
+
+extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream at) {
+  const int d = a->kv.head_dim;
+  const bool is_int4 = a->kv.codec == K_KV_INT4;
+  if (d > MAX_D || (is_int4 && (d % 32 || (d & (d - 1))))) return cudaErrorInvalidValue;
+  const size_t smem = (size_t)d * 4 * 4 + (is_int4 ? 32 * d : 0);
+  return launch_kernel(rope_append_kernel, dim3((a->kv.n_tokens + 15) / 16, a->kv.n_heads + a->kv.n_kv_heads), dim3(128), smem, (cudaStream_t)at.stream,
+                       at.pdl, *a);
+}
+
+extern "C" int sits_k_kv_gather(const struct k_kv_gather *a, struct k_stream at) {
+  return launch_kernel(kv_gather_kernel, dim3(a->max_pages, a->kv.n_kv_heads, a->n_seqs), dim3(256), 0, (cudaStream_t)at.stream, at.pdl, *a);
+}

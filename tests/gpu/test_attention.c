@@ -1,0 +1,263 @@
+/* RoPE, append, gather, prefill and decode attention over pages of every codec against f64 on the host.
+ *
+ * Pages are judged in two steps: the gathered keys and values must be near the exact ones (the codec's error), and attention must equal
+ * the f64 attention over the gathered ones. So the order of bits inside a page is free, but nothing else is.
+ */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "gpu_test.h"
+
+static int32_t n_sm;
+
+struct config { int32_t heads, kv_heads, dim; enum k_kv_codec codec; bool interleaved, head_norm; int32_t rope_dims, window; const char *name; };
+
+#define N_SEQS 7
+struct world {
+  struct config c;
+  int32_t len[N_SEQS], max_pages, n_pages, capacity, layer, n_layers;
+  int32_t offset[N_SEQS];
+  float *k, *v;                /* exact rotated keys, values, [S][L][G][D] by history() */
+  float *inv_freq, *q_gain, *k_gain;
+  struct k_kv_view view;       /* device pointers filled per step */
+  struct k_rope rope;
+  float *dev_q_gain, *dev_k_gain;
+  int32_t *dev_offset;
+  void *dev_k, *dev_v;
+};
+
+static size_t history(const struct world *w, int32_t s, int32_t pos, int32_t g) {
+  return (((size_t)s * w->max_pages * K_PAGE_TOKENS + pos) * w->c.kv_heads + g) * w->c.dim;
+}
+
+static void rotate_head(const struct world *w, double *v, const float *gain, int32_t position) {
+  const int32_t d = w->c.dim, half = w->c.rope_dims / 2;
+  if (gain) {
+    double sum = 0;
+    for (int32_t i = 0; i < d; i++) sum += v[i] * v[i];
+    for (int32_t i = 0; i < d; i++) v[i] *= gain[i] / sqrt(sum / d + 1e-6);
+  }
+  for (int32_t i = 0; i < half; i++) {
+    int32_t a = w->c.interleaved ? 2 * i : i, b = w->c.interleaved ? 2 * i + 1 : i + half;
+    double angle = (double)((float)position * w->inv_freq[i]), c = cos(angle), s = sin(angle), x = v[a], y = v[b];
+    v[a] = x * c - y * s, v[b] = y * c + x * s;
+  }
+  if (w->c.codec != K_KV_INT4) return;
+  for (int32_t n = 1; n < d; n *= 2)
+    for (int32_t i = 0; i < d; i++)
+      if (!(i & n)) {
+        double x = v[i], y = v[i + n];
+        v[i] = x + y, v[i + n] = x - y;
+      }
+  for (int32_t i = 0; i < d; i++) v[i] /= sqrt(d);
+}
+
+static struct world make_world(struct config c, const int32_t *lens) {
+  struct world w = {.c = c, .n_layers = 2, .layer = 1};
+  for (int32_t s = 0; s < N_SEQS; s++) {
+    int32_t pages = (lens[s] + 8 + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS;
+    if (pages > w.max_pages) w.max_pages = pages;
+    w.offset[s] = w.capacity;
+    w.capacity += pages * K_PAGE_TOKENS;
+    w.n_pages += pages;
+  }
+  size_t n = (size_t)N_SEQS * w.max_pages * K_PAGE_TOKENS * c.kv_heads * c.dim;
+  w.k = host_alloc(n * 4), w.v = host_alloc(n * 4);
+  w.inv_freq = host_alloc(c.dim * 4), w.q_gain = host_alloc(c.dim * 4), w.k_gain = host_alloc(c.dim * 4);
+  for (int32_t i = 0; i < c.dim; i++) {
+    w.inv_freq[i] = (float)pow(10000.0, -2.0 * i / c.rope_dims);
+    w.q_gain[i] = 1.f + 0.3f * rand_unit(), w.k_gain[i] = 1.f + 0.3f * rand_unit();
+  }
+  w.rope = (struct k_rope){gpu_copy(w.inv_freq, c.dim * 4), 1.f, c.rope_dims, c.interleaved};
+  w.dev_q_gain = c.head_norm ? gpu_copy(w.q_gain, c.dim * 4) : NULL, w.dev_k_gain = c.head_norm ? gpu_copy(w.k_gain, c.dim * 4) : NULL;
+  w.dev_offset = gpu_copy(w.offset, sizeof w.offset);
+  w.dev_k = gpu_alloc((size_t)c.kv_heads * w.capacity * c.dim * 2), w.dev_v = gpu_alloc((size_t)c.kv_heads * w.capacity * c.dim * 2);
+  const int64_t tile = k_kv_tile_bytes(c.codec, c.dim), page = tile * c.kv_heads * w.n_layers;
+  int32_t *table = host_alloc((size_t)N_SEQS * w.max_pages * 4), *order = host_alloc((size_t)w.n_pages * 4);
+  for (int32_t i = 0; i < w.n_pages; i++) order[i] = i;
+  for (int32_t i = w.n_pages - 1; i > 0; i--) {
+    int32_t j = (int32_t)(rand_u32() % (uint32_t)(i + 1)), x = order[i];
+    order[i] = order[j], order[j] = x;
+  }
+  for (int32_t s = 0, used = 0; s < N_SEQS; s++)
+    for (int32_t p = 0; p < (lens[s] + 8 + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS; p++) table[s * w.max_pages + p] = order[used++];
+  w.view = (struct k_kv_view){.pool = gpu_zeros((size_t)(page * w.n_pages)), .page_bytes = page, .codec = c.codec, .layer = w.layer, .n_heads = c.heads,
+                              .n_kv_heads = c.kv_heads, .head_dim = c.dim, .window = c.window, .n_seqs = N_SEQS,
+                              .block_table = gpu_copy(table, (size_t)N_SEQS * w.max_pages * 4), .table_stride = w.max_pages};
+  return w;
+}
+
+struct step { int32_t n_tokens, start[N_SEQS + 1]; float *qkv, *q; void *dev_qkv, *dev_q, *dev_out; };
+
+/* Tokens new_tokens[s] for each sequence; exact q, k, v are kept. */
+static struct step make_step(struct world *w, const int32_t *new_tokens) {
+  const struct config *c = &w->c;
+  struct step st = {0};
+  for (int32_t s = 0; s < N_SEQS; s++) st.start[s] = st.n_tokens, st.n_tokens += new_tokens[s];
+  st.start[N_SEQS] = st.n_tokens;
+  const int32_t d = c->dim, ld = (c->heads + 2 * c->kv_heads) * d;
+  st.q = host_alloc((size_t)st.n_tokens * c->heads * d * 4);
+  uint16_t *half = host_alloc((size_t)st.n_tokens * ld * 2);
+  int32_t *pos = host_alloc((size_t)st.n_tokens * 4), *seq = host_alloc((size_t)st.n_tokens * 4), kv_len[N_SEQS];
+  double v[256];
+  for (int32_t s = 0; s < N_SEQS; s++)
+    for (int32_t i = 0; i < new_tokens[s]; i++) {
+      const int32_t t = st.start[s] + i, p = w->len[s] + i;
+      pos[t] = p, seq[t] = s;
+      for (int32_t h = 0; h < c->heads + 2 * c->kv_heads; h++) {
+        for (int32_t e = 0; e < d; e++) {
+          float x = round_half(rand_unit() * (h < c->heads ? 2.f : 1.f));
+          v[e] = x, half[(size_t)t * ld + h * d + e] = half_bits(x);
+        }
+        if (h < c->heads + c->kv_heads) rotate_head(w, v, !c->head_norm ? NULL : h < c->heads ? w->q_gain : w->k_gain, p);
+        float *to = h < c->heads ? st.q + ((size_t)t * c->heads + h) * d
+                    : h < c->heads + c->kv_heads ? w->k + history(w, s, p, h - c->heads) : w->v + history(w, s, p, h - c->heads - c->kv_heads);
+        for (int32_t e = 0; e < d; e++) to[e] = (float)v[e];
+      }
+    }
+  for (int32_t s = 0; s < N_SEQS; s++) w->len[s] += new_tokens[s], kv_len[s] = w->len[s];
+  st.dev_qkv = gpu_copy(half, (size_t)st.n_tokens * ld * 2);
+  st.dev_q = gpu_alloc((size_t)st.n_tokens * c->heads * d * 2), st.dev_out = gpu_alloc((size_t)st.n_tokens * c->heads * d * 2);
+  w->view.n_tokens = st.n_tokens;
+  w->view.seq_start = gpu_copy(st.start, sizeof st.start), w->view.kv_len = gpu_copy(kv_len, sizeof kv_len);
+  w->view.positions = gpu_copy(pos, (size_t)st.n_tokens * 4), w->view.token_seq = gpu_copy(seq, (size_t)st.n_tokens * 4);
+  return st;
+}
+
+/* Gather all pages; error of keys and values against the exact ones; k and v come back as f32 [G][capacity][D]. */
+static double gather(struct world *w, float *k, float *v) {
+  const size_t n = (size_t)w->c.kv_heads * w->capacity * w->c.dim;
+  struct k_kv_gather a = {w->view, 0, N_SEQS, w->dev_offset, w->max_pages, w->capacity, w->dev_k, w->dev_v, false};
+  gpu_check_call(sits_k_kv_gather(&a, gpu_stream()), "sits_k_kv_gather");
+  uint16_t *h = host_alloc(n * 2);
+  double d2 = 0, r2 = 0;
+  for (int which = 0; which < 2; which++) {
+    float *out = which ? v : k;
+    const float *exact = which ? w->v : w->k;
+    gpu_read(h, which ? w->dev_v : w->dev_k, n * 2);
+    for (int32_t g = 0; g < w->c.kv_heads; g++)
+      for (int32_t s = 0; s < N_SEQS; s++)
+        for (int32_t p = 0; p < w->len[s]; p++)
+          for (int32_t e = 0; e < w->c.dim; e++) {
+            size_t at = ((size_t)g * w->capacity + w->offset[s] + p) * w->c.dim + e;
+            double want = exact[history(w, s, p, g) + e], got = out[at] = half_value(h[at]);
+            d2 += (got - want) * (got - want), r2 += want * want;
+          }
+  }
+  return sqrt(d2 / r2);
+}
+
+static void ref_attention(const struct world *w, const struct step *st, const float *k, const float *v, float *out) {
+  const struct config *c = &w->c;
+  const int32_t d = c->dim;
+  double *score = host_alloc((size_t)w->max_pages * K_PAGE_TOKENS * 8), acc[256];
+  for (int32_t s = 0; s < N_SEQS; s++)
+    for (int32_t t = st->start[s]; t < st->start[s + 1]; t++)
+      for (int32_t h = 0; h < c->heads; h++) {
+        const int32_t pos = w->len[s] - (st->start[s + 1] - t), lo = c->window && pos >= c->window ? pos - c->window + 1 : 0;
+        const float *q = st->q + ((size_t)t * c->heads + h) * d;
+        const size_t base = ((size_t)(h / (c->heads / c->kv_heads)) * w->capacity + w->offset[s]) * d;
+        double top = -1e300, sum = 0;
+        for (int32_t p = lo; p <= pos; p++) {
+          double x = 0;
+          for (int32_t e = 0; e < d; e++) x += (double)q[e] * k[base + (size_t)p * d + e];
+          score[p] = x / sqrt(d);
+          if (score[p] > top) top = score[p];
+        }
+        memset(acc, 0, sizeof acc);
+        for (int32_t p = lo; p <= pos; p++) {
+          double x = exp(score[p] - top);
+          sum += x;
+          for (int32_t e = 0; e < d; e++) acc[e] += x * v[base + (size_t)p * d + e];
+        }
+        for (int32_t e = 0; e < d; e++) out[((size_t)t * c->heads + h) * d + e] = (float)(acc[e] / sum);
+      }
+}
+
+static double compare_out(const struct world *w, const struct step *st, const float *want, int32_t frag_m, const void *device, size_t bytes) {
+  const int32_t width = w->c.heads * w->c.dim;
+  uint16_t *h = host_alloc(bytes);
+  float *got = host_alloc((size_t)st->n_tokens * width * 4);
+  gpu_read(h, device, bytes);
+  for (int32_t t = 0; t < st->n_tokens; t++)
+    for (int32_t i = 0; i < width; i++) got[(size_t)t * width + i] = half_value(h[frag_m ? k_frag_index(frag_m, i, t) : t * width + i]);
+  return relative_error(got, want, (size_t)st->n_tokens * width);
+}
+
+static void run_rope_append(struct world *w, struct step *st) {
+  struct k_rope_append a = {w->view, w->rope, st->dev_qkv, w->dev_q_gain, w->dev_k_gain, 1e-6f, st->dev_q, false};
+  gpu_check_call(sits_k_rope_append(&a, gpu_stream()), "sits_k_rope_append");
+}
+
+static void run_prefill(struct world *w, struct step *st, const char *what, const int32_t *new_tokens) {
+  const struct config *c = &w->c;
+  const size_t n_kv = (size_t)c->kv_heads * w->capacity * c->dim, n_out = (size_t)st->n_tokens * c->heads * c->dim;
+  float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
+  const double codec_limit = c->codec == K_KV_INT4 ? 0.13 : c->codec == K_KV_INT8 ? 0.01 : 1e-3;
+  run_rope_append(w, st);
+  double error = gather(w, k, v);
+  verdict(error < codec_limit, "%s %s: pages hold keys and values within %.4f", c->name, what, error);
+  ref_attention(w, st, k, v, want);
+  int32_t most = 0;
+  for (int32_t s = 0; s < N_SEQS; s++) most = new_tokens[s] > most ? new_tokens[s] : most;
+  if (k_attn_prefill_takes(c->dim)) {
+    struct k_attn_prefill a = {w->view, st->dev_q, w->dev_k, w->dev_v, w->capacity, w->dev_offset, 0, N_SEQS, most, st->dev_out, false};
+    gpu_check_call(sits_k_attn_prefill(&a, gpu_stream()), "sits_k_attn_prefill");
+    error = compare_out(w, st, want, 0, st->dev_out, n_out * 2);
+    verdict(error < 3e-3, "%s %s: prefill attention %.2e", c->name, what, error);
+  }
+  struct k_attn_any any = {w->view, st->dev_q, gpu_alloc(n_out * 2)};
+  gpu_check_call(sits_k_attn_any(&any, gpu_stream()), "sits_k_attn_any");
+  error = compare_out(w, st, want, 0, any.out, n_out * 2);
+  verdict(error < 3e-3, "%s %s: any attention %.2e", c->name, what, error);
+}
+
+static void run_decode(struct world *w, struct step *st, const char *what, int32_t frag_m) {
+  const struct config *c = &w->c;
+  const size_t n_kv = (size_t)c->kv_heads * w->capacity * c->dim, n_out = (size_t)st->n_tokens * c->heads * c->dim;
+  const size_t bytes = frag_m ? (size_t)k_blocks(c->heads * c->dim) * 128 * frag_m * 2 : n_out * 2;
+  float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
+  struct k_attn_decode a = {.kv = w->view, .rope = w->rope, .qkv = st->dev_qkv, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f,
+                            .out = gpu_alloc(bytes), .frag_m = frag_m, .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, c->dim)),
+                            .counters = gpu_zeros((size_t)N_SEQS * c->kv_heads * 4)};
+  gpu_check_call(sits_k_attn_decode(&a, n_sm, gpu_stream()), "sits_k_attn_decode");
+  double error = gather(w, k, v);
+  verdict(error < 0.13, "%s %s: pages after decode within %.4f", c->name, what, error);
+  ref_attention(w, st, k, v, want);
+  error = compare_out(w, st, want, frag_m, a.out, bytes);
+  verdict(error < 2e-3, "%s %s: decode attention %.2e", c->name, what, error);
+}
+
+static void run_config(struct config c) {
+  static const int32_t lens[N_SEQS] = {1, 63, 64, 65, 130, 700, 17}, more[N_SEQS] = {3, 1, 1, 70, 129, 2, 16}, one[N_SEQS] = {1, 1, 1, 1, 1, 1, 1};
+  int32_t end[N_SEQS];
+  for (int32_t s = 0; s < N_SEQS; s++) end[s] = lens[s] + more[s];
+  struct world w = make_world(c, end);
+  struct step st = make_step(&w, lens);
+  run_prefill(&w, &st, "first chunk", lens);
+  st = make_step(&w, more);
+  run_prefill(&w, &st, "second chunk", more);
+  if (k_attn_decode_takes(c.codec, c.dim, c.heads, c.kv_heads)) {
+    for (int i = 0; i < 3; i++) {
+      st = make_step(&w, one);
+      run_decode(&w, &st, i ? "decode again" : "decode", i == 1 ? 8 : i == 2 ? 16 : 0);
+    }
+  }
+  gpu_release_all();
+}
+
+int main(void) {
+  n_sm = gpu_open();
+  gpu_check_call(sits_k_attn_decode_init(), "init");
+  gpu_check_call(sits_k_attn_prefill_init(), "init");
+  run_config((struct config){32, 8, 128, K_KV_INT4, false, false, 128, 0, "int4 32/8 x128"});
+  run_config((struct config){9, 3, 64, K_KV_INT4, false, false, 64, 0, "int4 9/3 x64"});
+  run_config((struct config){16, 2, 128, K_KV_INT4, false, true, 128, 0, "int4 16/2 x128 head norms"});
+  run_config((struct config){4, 4, 64, K_KV_INT4, true, false, 32, 100, "int4 4/4 x64 interleaved, half rotated, window 100"});
+  run_config((struct config){8, 4, 8, K_KV_F16, true, false, 8, 0, "f16 8/4 x8 interleaved"});
+  run_config((struct config){8, 1, 128, K_KV_F16, false, true, 128, 77, "f16 8/1 x128 window 77"});
+  run_config((struct config){9, 3, 64, K_KV_INT8, false, false, 64, 0, "int8 9/3 x64"});
+  run_config((struct config){4, 2, 48, K_KV_INT8, false, true, 48, 0, "int8 4/2 x48"});
+  return gpu_finish();
+}
