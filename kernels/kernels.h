@@ -134,7 +134,7 @@ struct k_kv_view {
   const int32_t *seq_start;   /* [S+1] */
   const int32_t *kv_len;      /* [S] */
   const int32_t *positions;   /* [T] */
-  const int32_t *token_seq;   /* [T] the sequence a token belongs to */
+  const int32_t *token_seq;   /* [T] the sequence a token belongs to; negative: none (padding of a captured batch) */
   const int32_t *block_table; /* [S][table_stride] */
   int32_t table_stride;
 };
@@ -166,10 +166,11 @@ enum k_act_form {
   K_ACT_ROW_F16,   /* [T][k_blocks*128] f16 */
   K_ACT_TILE_S8,   /* tokens in tiles of `tile`, then column blocks, then [tile][128] s8 with 16-byte chunk c of row n at c ^ (n & 7) */
   K_ACT_ROW_E4M3,  /* [T][k_blocks*128] e4m3 */
+  K_ACT_FRAG_F16,  /* frag of m = `tile` tokens; padding is not written (the buffer is zeroed once) */
 };
 struct k_act { enum k_act_form form; void *data; float *scale; /* [T], 8-bit forms: value = scale * q */ int32_t tile; };
 
-/* h += sum of slabs in order; out = form(rms_norm(h) * gain). One CTA per output row. */
+/* h += sum of slabs in order; out = form(rms_norm(h) * gain). One CTA per output row. With row_token h is not written back. */
 struct k_norm {
   float *h;                   /* [T][E] f32 */
   const float *slabs;         /* [n_slabs][slab_stride] f32, each [T][E], or NULL */
@@ -192,6 +193,9 @@ struct k_convert {
   struct k_act out;
 };
 int sits_k_convert(const struct k_convert *args, struct k_stream at);
+
+/* y[t][c] += bias[c], f16; y [T][width] contiguous. */
+int sits_k_add_bias(void *y, const float *bias, int32_t n_tokens, int32_t width, struct k_stream at);
 
 /* h[t] = weight row tokens[t], f32; with frag: also next = frag f16(h * gain) and ssq (part 0 the sum, the other parts 0). */
 struct k_embed {
@@ -273,6 +277,7 @@ enum k_w4a8_output {
   K_W4A8_SLAB_F32,  /* y[split][n][ld] f32 partial sums */
   K_W4A8_F16,       /* y[n][ld] f16; split must be 1 */
   K_W4A8_SWIGLU,    /* y[n][ld] f16 of rows/2 columns; split must be 1 */
+  K_W4A8_F32,       /* y[n][ld] f32; split must be 1 */
 };
 struct k_w4a8 {
   const void *weight;         /* K_W4_G128 whose scales are channel[row] * 1..16 */

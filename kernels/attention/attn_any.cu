@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(128) attn_any_kernel(const __grid_constant__ k
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim, lane = threadIdx.x & 31, t = blockIdx.x * 4 + (threadIdx.x >> 5), head = blockIdx.y;
   if (t >= kv.n_tokens) return;
+  if (kv.token_seq[t] < 0) return;
   const int seq = kv.token_seq[t], position = kv.positions[t], group = head / (kv.n_heads / kv.n_kv_heads);
   const __half *q = (const __half *)p.q + ((size_t)t * kv.n_heads + head) * d;
   const int tile_bytes = k_kv_tile_bytes(kv.codec, d);

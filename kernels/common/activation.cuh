@@ -36,6 +36,14 @@ SITS_DEV uint32_t pack_e4m3(const float *v, float inv) {
 /* All threads of the CTA; `width` a multiple of 8 (checked by the launchers); pads up to whole blocks are written as zeros. */
 template <class G> SITS_DEV void store_activation(const k_act &out, int row, int width, float *scratch, G get) {
   const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
+  if (out.form == K_ACT_FRAG_F16) {
+    for (int c = threadIdx.x * 8; c < width; c += blockDim.x * 8) {
+      vec8 x = get(c);
+#pragma unroll
+      for (int i = 0; i < 8; i++) ((__half *)out.data)[k_frag_index(out.tile, c + i, row)] = __float2half_rn(fminf(fmaxf(x.v[i], -65504.f), 65504.f));
+    }
+    return;
+  }
   if (out.form == K_ACT_ROW_F16) {
     for (int c = threadIdx.x * 8; c < padded; c += blockDim.x * 8) {
       vec8 x = c < width ? get(c) : vec8{};

@@ -37,7 +37,20 @@ template <int SOURCE> __global__ void __launch_bounds__(256) convert_kernel(cons
     return swiglu(eight_f32((const float *)p.x + row + 2 * c), eight_f32((const float *)p.x + row + 2 * c + 8));
   });
 }
+__global__ void __launch_bounds__(256) add_bias_kernel(__half *y, const float *bias, int n_tokens, int width) {
+  grid_trigger();
+  grid_wait();
+  const long long n = (long long)n_tokens * width;
+  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x)
+    y[i] = __float2half_rn(__half2float(y[i]) + bias[i % width]);
+}
 } // namespace
+
+extern "C" int sits_k_add_bias(void *y, const float *bias, int32_t n_tokens, int32_t width, struct k_stream at) {
+  const long long n = (long long)n_tokens * width;
+  const int blocks = (int)((n + 1023) / 1024);
+  return launch_kernel(add_bias_kernel, dim3(blocks < 1056 ? blocks : 1056), dim3(256), 0, (cudaStream_t)at.stream, at.pdl, (__half *)y, bias, n_tokens, width);
+}
 
 extern "C" int sits_k_convert(const struct k_convert *a, struct k_stream at) {
   if (a->width % 8 || a->ld % 8) return cudaErrorInvalidValue;

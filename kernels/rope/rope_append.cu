@@ -101,7 +101,9 @@ SITS_DEV void store_words(uint8_t *tile, const uint8_t *codes, int d, int block,
 SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int warp, int lane) {
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim, ld = (kv.n_heads + 2 * kv.n_kv_heads) * d, head = blockIdx.y - kv.n_heads;
-  const int s = kv.token_seq[t0], begin = kv.seq_start[s], end = kv.seq_start[s + 1], position = kv.positions[t0];
+  const int s = kv.token_seq[t0];
+  if (s < 0) return;
+  const int begin = kv.seq_start[s], end = kv.seq_start[s + 1], position = kv.positions[t0];
   if ((position & 15) && t0 != begin) return;
   if (p.skip_single && end - begin == 1) return;
   const int n = min(end - t0, 16 - (position & 15)), slot0 = position & (K_PAGE_TOKENS - 1), block = slot0 >> 4, first = slot0 & 15;
@@ -139,6 +141,7 @@ __global__ void __launch_bounds__(128) rope_append_kernel(const __grid_constant_
   if ((int)blockIdx.y < kv.n_heads) {
     for (int t = blockIdx.x * 16 + warp; t < min((int)blockIdx.x * 16 + 16, kv.n_tokens); t += 4) {
       const int s = kv.token_seq[t];
+      if (s < 0) continue;
       if (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1) continue;
       load_head(v, qkv + (size_t)t * ld + blockIdx.y * d, d, lane);
       prepare(v, p, lane, p.q_gain, kv.positions[t]);

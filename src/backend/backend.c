@@ -4,9 +4,17 @@
 #include <string.h>
 
 extern const struct backend_vtable backend_cpu;
+#ifdef SITS_HAVE_CUDA
+extern const struct backend_vtable backend_cuda;
+bool cuda_is_usable(void);
+#endif
 
 const struct backend_vtable *backend_find(const char *name)
 {
+#ifdef SITS_HAVE_CUDA
+  if (strcmp(name, "cuda") == 0) return &backend_cuda;
+  if (strcmp(name, "auto") == 0 && cuda_is_usable()) return &backend_cuda;
+#endif
   if (strcmp(name, "cpu") == 0 || strcmp(name, "auto") == 0) return &backend_cpu;
   return NULL;
 }

@@ -30,6 +30,8 @@ struct backend_options {
   int32_t max_batch_tokens;        /* largest T of a batch */
   int32_t max_seqs;                /* largest S and R */
   const char *isa;                 /* "auto", "scalar", "avx2", "avx512"; CPU only, NULL = auto */
+  const char *recipe;              /* activations beside 4-bit weights: "auto", "w4a16", "w4a8"; CUDA only, NULL = auto */
+  bool no_graphs;                  /* launch kernels one by one; CUDA only, for comparison */
 };
 
 struct backend_info {
@@ -41,6 +43,14 @@ struct kv_geometry {
   int32_t n_layers, n_kv_heads, head_dim;
   int32_t n_pages;                 /* N; a page holds P tokens of every layer */
   enum kv_codec codec;
+};
+
+/* How to draw one row's token on the device: softmax(logits / temperature) cut by top-k, then min-p, then top-p. */
+struct backend_sample {
+  float temperature;               /* 0 = greedy (lowest id among equals) */
+  float top_p, min_p;              /* 1, 0 = off */
+  int32_t top_k;                   /* 0 = off */
+  float u;                         /* uniform in [0, 1) that decides */
 };
 
 /* One step's work; token t belongs to the sequence s with seq_start[s] <= t < seq_start[s+1]. */
@@ -55,10 +65,12 @@ struct backend_batch {
   const int32_t *block_table;      /* [S][table_stride] page ids; entry i holds positions i*P .. i*P+P-1 */
   int32_t table_stride;
   const int32_t *row_token;        /* [R] ascending token indexes whose logits are wanted */
+  const struct backend_sample *sample; /* [R]: draw on the device, give tokens instead of logits; NULL: logits. Where can_sample */
 };
 
 struct backend_result {
-  const float *logits;             /* [R][V] f32 on the host, valid until the next submit */
+  const float *logits;             /* [R][V] f32 on the host, valid until the next submit; NULL when the device drew tokens */
+  const int32_t *tokens;           /* [R] drawn on the device, valid until the next submit; else NULL */
   int64_t compute_us;
 };
 
@@ -68,6 +80,7 @@ struct backend_vtable {
   int32_t abi;                     /* BACKEND_ABI */
   const char *name;                /* "cpu" */
   uint32_t fusions;                /* program_fusion bits (backend/program.h) that compile takes */
+  bool can_sample;                 /* takes backend_batch.sample */
   enum sits_status (*open)(const struct backend_options *options, struct backend **out, struct sits_error *err);
   void (*close)(struct backend *backend);
   void (*info)(const struct backend *backend, struct backend_info *out);

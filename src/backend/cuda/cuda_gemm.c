@@ -1,0 +1,185 @@
+/* Which GEMM for which weight and step size, and cuBLASLt's calls. Entry points: cuda_gemm_form, cuda_gemm.
+ *
+ *   weight                     rows of the step   activations             kernel
+ *   4-bit                      1..16              f16 fragments           sits_k_w4a16
+ *   4-bit, channel * integer   17..W4A8_MAX       s8 per token            sits_k_w4a8
+ *                              more               e4m3 per token          expanded to e4m3 once a step, cuBLASLt with vector scales
+ *   4-bit, other; or w4a16     17 and more        f16                     expanded to f16 once a step, cuBLASLt
+ *   f16                        any                f16                     cuBLASLt
+ */
+#include "backend/cuda/cuda_internal.h"
+
+#define W4A8_MAX 256
+#define LT_ALIGN 16 /* e4m3 wants every dimension a multiple of this */
+
+enum lt_kind { LT_F16_F16, LT_F16_F32, LT_E4M3_F16, LT_E4M3_F32 };
+
+static void *frag_buffer(const struct backend_program *p, int32_t cols, int32_t m)
+{
+  const int32_t i = m == 1 ? 0 : m == 8 ? 1 : 2;
+  const struct program_dims *d = &p->program->dims;
+  return cols == d->n_embd ? p->frag_e[i] : cols == d->n_heads * d->head_dim ? p->frag_a[i] : p->frag_f[i];
+}
+
+struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_weight *w, int32_t n)
+{
+  const bool has_sm90 = p->backend->compute_major == 9;
+  if (w->form == CUDA_W4 && n <= CUDA_FAST_TOKENS && has_sm90) {
+    const int32_t m = k_w4a16_tokens(n);
+    return (struct k_act){K_ACT_FRAG_F16, frag_buffer(p, w->cols, m), NULL, m};
+  }
+  if (w->form == CUDA_W4 && w->channel != NULL && p->backend->recipe != CUDA_RECIPE_W4A16) {
+    if (n <= W4A8_MAX && has_sm90) return (struct k_act){K_ACT_TILE_S8, p->act, p->act_scale, k_w4a8_tile(n)};
+    if (p->has_e4m3) return (struct k_act){K_ACT_ROW_E4M3, p->act, p->act_scale, 0};
+  }
+  return (struct k_act){K_ACT_ROW_F16, p->act, NULL, 0};
+}
+
+/* ---- cuBLASLt ---- */
+
+#define LT_TRY(call) if ((call) != CUBLAS_STATUS_SUCCESS) return false
+
+static bool lt_describe(struct cuda_lt_plan *plan)
+{
+  const bool is_e4m3 = plan->kind >= LT_E4M3_F16, is_f32 = plan->kind == LT_F16_F32 || plan->kind == LT_E4M3_F32;
+  const cudaDataType_t in = is_e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_16F, out = is_f32 ? CUDA_R_32F : CUDA_R_16F;
+  const cublasOperation_t trans = CUBLAS_OP_T;
+  LT_TRY(cublasLtMatmulDescCreate(&plan->op, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_TRANSA, &trans, sizeof trans));
+  if (is_e4m3) {
+    const int8_t fast = 1;
+    const int32_t mode = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast));
+    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode, sizeof mode));
+    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode, sizeof mode));
+  }
+  LT_TRY(cublasLtMatrixLayoutCreate(&plan->a, in, (uint64_t)plan->cols, (uint64_t)plan->rows, plan->cols));
+  LT_TRY(cublasLtMatrixLayoutCreate(&plan->b, in, (uint64_t)plan->cols, (uint64_t)plan->n, plan->cols));
+  LT_TRY(cublasLtMatrixLayoutCreate(&plan->d, out, (uint64_t)plan->rows, (uint64_t)plan->n, plan->rows));
+  return true;
+}
+
+static bool lt_choose(struct backend *backend, struct cuda_lt_plan *plan, const void *any_scale)
+{
+  cublasLtMatmulPreference_t preference = NULL;
+  cublasLtMatmulHeuristicResult_t result = {0};
+  const size_t workspace = CUDA_LT_WORKSPACE;
+  int n_found = 0;
+  if (plan->kind >= LT_E4M3_F16) {
+    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &any_scale, sizeof any_scale));
+    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &any_scale, sizeof any_scale));
+  }
+  LT_TRY(cublasLtMatmulPreferenceCreate(&preference));
+  bool ok = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace) == CUBLAS_STATUS_SUCCESS;
+  ok = ok && cublasLtMatmulAlgoGetHeuristic(backend->lt, plan->op, plan->a, plan->b, plan->d, plan->d, preference, 1, &result, &n_found) == CUBLAS_STATUS_SUCCESS;
+  cublasLtMatmulPreferenceDestroy(preference);
+  plan->algo = result.algo;
+  return ok && n_found == 1;
+}
+
+static void lt_plan_fini(struct cuda_lt_plan *plan)
+{
+  if (plan->op) cublasLtMatmulDescDestroy(plan->op);
+  if (plan->a) cublasLtMatrixLayoutDestroy(plan->a);
+  if (plan->b) cublasLtMatrixLayoutDestroy(plan->b);
+  if (plan->d) cublasLtMatrixLayoutDestroy(plan->d);
+  *plan = (struct cuda_lt_plan){0};
+}
+
+void cuda_gemm_fini(struct backend_program *p)
+{
+  for (int32_t i = 0; i < p->n_lt_plans; i++) lt_plan_fini(&p->lt_plans[i]);
+  p->n_lt_plans = 0;
+}
+
+static struct cuda_lt_plan *lt_plan(struct backend_program *p, int32_t rows, int32_t cols, int32_t n, enum lt_kind kind)
+{
+  for (int32_t i = 0; i < p->n_lt_plans; i++) {
+    struct cuda_lt_plan *plan = &p->lt_plans[i];
+    if (plan->rows == rows && plan->cols == cols && plan->n == n && plan->kind == (int)kind) return plan;
+  }
+  if (p->n_lt_plans == CUDA_MAX_LT_PLANS) cuda_gemm_fini(p); /* prompts of many lengths: start over */
+  struct cuda_lt_plan *plan = &p->lt_plans[p->n_lt_plans];
+  *plan = (struct cuda_lt_plan){.rows = rows, .cols = cols, .n = n, .kind = (int)kind};
+  if (!lt_describe(plan) || !lt_choose(p->backend, plan, p->act_scale)) {
+    lt_plan_fini(plan);
+    return NULL;
+  }
+  p->n_lt_plans++;
+  return plan;
+}
+
+void cuda_gemm_probe(struct backend_program *p)
+{
+  const struct cuda_weight *w = p->layers[0].qkv;
+  p->has_e4m3 = w->rows % LT_ALIGN == 0 && lt_plan(p, w->rows, k_blocks(w->cols) * K_GROUP, 512, LT_E4M3_F16) != NULL;
+}
+
+static enum sits_status lt_multiply(struct backend_program *p, const struct cuda_weight *w, int32_t n, const void *weight, const struct k_act *x, bool is_f32,
+                                    void *y, struct k_stream at)
+{
+  const bool is_e4m3 = x->form == K_ACT_ROW_E4M3;
+  const int32_t cols = k_blocks(w->cols) * K_GROUP, n_padded = is_e4m3 ? (n + LT_ALIGN - 1) / LT_ALIGN * LT_ALIGN : n;
+  const enum lt_kind kind = is_e4m3 ? is_f32 ? LT_E4M3_F32 : LT_E4M3_F16 : is_f32 ? LT_F16_F32 : LT_F16_F16;
+  struct cuda_lt_plan *plan = lt_plan(p, w->rows, cols, n_padded, kind);
+  const float one = 1.f, zero = 0.f;
+  if (plan == NULL) return CUDA_CALL(p->backend, cudaErrorNotSupported);
+  if (is_e4m3) {
+    const void *a = w->channel, *b = x->scale;
+    if (cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &a, sizeof a) != CUBLAS_STATUS_SUCCESS ||
+        cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &b, sizeof b) != CUBLAS_STATUS_SUCCESS)
+      return CUDA_CALL(p->backend, cudaErrorInvalidValue);
+  }
+  const cublasStatus_t e = cublasLtMatmul(p->backend->lt, plan->op, &one, weight, plan->a, x->data, plan->b, &zero, y, plan->d, y, plan->d, &plan->algo,
+                                          p->backend->lt_workspace, CUDA_LT_WORKSPACE, (cudaStream_t)at.stream);
+  return e == CUBLAS_STATUS_SUCCESS ? SITS_OK : CUDA_CALL(p->backend, cudaErrorLaunchFailure);
+}
+
+/* ---- the choice ---- */
+
+static enum sits_status multiply_fragments(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x, bool is_f32, void *y,
+                                           struct k_stream at)
+{
+  const struct k_w4a16 a = {.weight = w->data, .format = w->format, .rows = w->rows, .cols = w->cols, .n_tokens = n, .x = x->data, .output = is_f32 ? K_OUT_F32 : K_OUT_F16,
+                            .y = y, .ld = w->rows, .bias = w->bias};
+  return CUDA_CALL(p->backend, sits_k_w4a16(&a, p->backend->n_sm, at));
+}
+
+static enum sits_status multiply_s8(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x, enum cuda_gemm_output output, void *y,
+                                    int32_t *n_slabs, struct k_stream at)
+{
+  static const enum k_w4a8_output outputs[] = {K_W4A8_F16, K_W4A8_F32, K_W4A8_SLAB_F32, K_W4A8_SWIGLU};
+  const struct k_w4a8 a = {.weight = w->data, .channel = w->channel, .rows = w->rows, .cols = w->cols, .n_tokens = n, .x = x->data, .x_scale = x->scale, .output = outputs[output],
+                           .y = y, .ld = output == CUDA_GEMM_SWIGLU ? w->rows / 2 : w->rows, .slab_stride = (int64_t)n * w->rows};
+  struct k_w4a8_plan plan;
+  if (!k_w4a8_plan(&a, p->backend->n_sm, &plan)) return CUDA_CALL(p->backend, cudaErrorInvalidValue);
+  if (n_slabs != NULL) *n_slabs = plan.n_split;
+  return CUDA_CALL(p->backend, sits_k_w4a8(&a, p->backend->n_sm, at));
+}
+
+enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x, enum cuda_gemm_output output,
+                           void *y, int32_t *n_slabs, enum k_act_source *source, struct k_stream at)
+{
+  const bool is_f32 = output == CUDA_GEMM_F32 || output == CUDA_GEMM_SLABS;
+  enum sits_status status = SITS_OK;
+  if (output == CUDA_GEMM_SLABS) y = p->slabs;
+  if (output == CUDA_GEMM_SWIGLU) y = p->gate_up;
+  if (n_slabs != NULL) *n_slabs = 1;
+  if (source != NULL) *source = x->form == K_ACT_TILE_S8 ? K_SRC_F16 : K_SRC_F16_GATE_UP;
+  if (x->form == K_ACT_FRAG_F16) return multiply_fragments(p, w, n, x, is_f32, y, at);
+  if (x->form == K_ACT_TILE_S8) status = multiply_s8(p, w, n, x, output, y, n_slabs, at);
+  else {
+    const void *weight = w->data;
+    if (w->form == CUDA_W4) {
+      const struct k_expand expand = {w->data, w->format, w->rows, w->cols, w->channel, x->form == K_ACT_ROW_E4M3, p->expanded};
+      status = CUDA_CALL(p->backend, sits_k_expand(&expand, at));
+      weight = p->expanded;
+    }
+    if (status == SITS_OK) status = lt_multiply(p, w, n, weight, x, is_f32, y, at);
+  }
+  if (status == SITS_OK && w->bias != NULL) {
+    if (output != CUDA_GEMM_F16) return CUDA_CALL(p->backend, cudaErrorNotSupported); /* compile refuses such programs */
+    status = CUDA_CALL(p->backend, sits_k_add_bias(y, w->bias, n, w->rows, at));
+  }
+  return status;
+}

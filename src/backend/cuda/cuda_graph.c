@@ -1,0 +1,52 @@
+/* Decode steps as CUDA graphs: one per batch bucket (and with or without sampling), captured when first needed, launches joined by
+ * programmatic edges. Entry points: cuda_graph_bucket, cuda_graph_run, cuda_graph_clear.
+ *
+ * Everything that changes from step to step lies in fixed device buffers (struct cuda_inputs, the page table), so a captured graph serves
+ * every batch of its bucket. Rows beyond the batch hold token 0 and no sequence: they are computed and ignored. */
+#include "backend/cuda/cuda_internal.h"
+
+int32_t cuda_graph_bucket(int32_t n, int32_t max_seqs)
+{
+  static const int32_t buckets[] = {1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256};
+  for (size_t i = 0; i < sizeof buckets / sizeof *buckets; i++)
+    if (n <= buckets[i]) return buckets[i] <= max_seqs ? buckets[i] : n;
+  return 0;
+}
+
+void cuda_graph_clear(struct backend_program *p)
+{
+  for (int32_t i = 0; i < p->n_graphs; i++) (void)cudaGraphExecDestroy(p->graphs[i].exec);
+  p->n_graphs = 0;
+}
+
+static enum sits_status capture(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, cudaGraphExec_t *out)
+{
+  struct backend *b = p->backend;
+  const struct cuda_step step = {.in = &p->decode, .n_tokens = bucket, .n_seqs = bucket, .n_rows = bucket, .is_decode = true, .is_sampled = is_sampled};
+  cudaGraph_t graph = NULL;
+  enum sits_status status = CUDA_CALL(b, cudaStreamBeginCapture(b->stream, cudaStreamCaptureModeThreadLocal));
+  if (status != SITS_OK) return status;
+  status = cuda_run(p, kv, &step, (struct k_stream){(struct CUstream_st *)b->stream, true});
+  const cudaError_t e = cudaStreamEndCapture(b->stream, &graph);
+  if (status == SITS_OK) status = CUDA_CALL(b, e);
+  if (status == SITS_OK) status = CUDA_CALL(b, cudaGraphInstantiate(out, graph, 0));
+  if (graph != NULL) (void)cudaGraphDestroy(graph);
+  return status;
+}
+
+enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled)
+{
+  struct backend *b = p->backend;
+  if (p->graphs_kv != kv) {
+    cuda_graph_clear(p);
+    p->graphs_kv = kv;
+  }
+  for (int32_t i = 0; i < p->n_graphs; i++)
+    if (p->graphs[i].bucket == bucket && p->graphs[i].is_sampled == is_sampled) return CUDA_CALL(b, cudaGraphLaunch(p->graphs[i].exec, b->stream));
+  if (p->n_graphs == CUDA_MAX_GRAPHS) cuda_graph_clear(p);
+  cudaGraphExec_t exec = NULL;
+  const enum sits_status status = capture(p, kv, bucket, is_sampled, &exec);
+  if (status != SITS_OK) return status;
+  p->graphs[p->n_graphs++] = (struct cuda_graph){bucket, is_sampled, exec};
+  return CUDA_CALL(b, cudaGraphLaunch(exec, b->stream));
+}

@@ -1,0 +1,190 @@
+/* Private to src/backend/cuda: the device, a compiled program, page memory.
+ *
+ * Vocabulary: the fast path is a step of at most 16 tokens on a program whose layers are all packed 4-bit (five launches a layer); the general
+ * path takes any step and any weights. A bucket is a padded batch size for which a decode step is captured as one graph.
+ * Rules: 1. All device memory is taken by cuda_memory_alloc during open, compile and kv_create; nothing is taken later. 2. Every CUDA call
+ * goes through CUDA_TRY or cuda_check: the first failure marks the backend failed (sticky) and is logged once. 3. One thread.
+ *
+ * Files: cuda.c (vtable, checks of a batch), cuda_memory.c (allocation, errors), cuda_weights.c (packing), cuda_compile.c (program to
+ * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_graph.c (captured steps),
+ * cuda_kv.c (pages).
+ */
+#ifndef SITS_BACKEND_CUDA_INTERNAL_H
+#define SITS_BACKEND_CUDA_INTERNAL_H
+
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "backend/program.h"
+#include "kernels.h"
+
+#define CUDA_MAX_BLOCKS 4096        /* device and pinned allocations of one backend */
+#define CUDA_FAST_TOKENS K_MAX_DECODE_TOKENS
+#define CUDA_GRAPH_TOKENS 256       /* largest captured batch */
+#define CUDA_LT_WORKSPACE (64u << 20)
+#define CUDA_MAX_LT_PLANS 256
+#define CUDA_MAX_GRAPHS 48
+
+enum cuda_recipe { CUDA_RECIPE_AUTO, CUDA_RECIPE_W4A16, CUDA_RECIPE_W4A8 };
+
+struct cuda_block { void *data; size_t bytes; bool is_pinned; const void *owner; };
+
+struct backend {
+  struct backend_options options;
+  int32_t device, n_sm, compute_major;
+  enum cuda_recipe recipe;
+  cudaStream_t stream;
+  cublasLtHandle_t lt;
+  void *lt_workspace;
+  bool is_failed;                   /* sticky */
+  struct cuda_block blocks[CUDA_MAX_BLOCKS];
+  int32_t n_blocks;
+  char name[64];
+};
+
+enum cuda_weight_form { CUDA_W4, CUDA_F16 };
+
+/* One GEMM's weight: the parts of a LINEAR op side by side (gate and up in turns of eight rows). */
+struct cuda_weight {
+  const struct program_part *parts; /* of the first op that named it */
+  int32_t n_parts;
+  bool is_interleaved;
+  enum cuda_weight_form form;
+  enum k_w4_format format;          /* CUDA_W4 */
+  int32_t rows, cols;               /* rows as multiplied, interleave padding included */
+  void *data;                       /* packed tiles, or f16 [rows][k_blocks*128] */
+  float *channel;                   /* scales are channel * integer; NULL: not of that kind */
+  float *bias;                      /* [rows] or NULL */
+};
+
+struct cuda_layer {
+  struct cuda_weight *qkv, *o, *gate_up, *down;
+  float *attn_gain, *ffn_gain, *q_gain, *k_gain; /* [E], [E], [D] or NULL */
+};
+
+/* One step's index arrays, on the device and in pinned memory in the same order, so that one copy fills them. */
+struct cuda_inputs {
+  int32_t max_tokens, max_seqs;
+  int32_t *device, *host;
+  int32_t *tokens, *positions, *token_seq, *seq_start, *kv_len, *row_token, *offset; /* into device */
+  int64_t n_words;
+};
+
+struct cuda_lt_plan { int32_t rows, cols, n; int kind; cublasLtMatmulAlgo_t algo; cublasLtMatmulDesc_t op; cublasLtMatrixLayout_t a, b, d; };
+
+struct cuda_graph { int32_t bucket; bool is_sampled; cudaGraphExec_t exec; };
+
+struct backend_program {
+  struct backend *backend;
+  const struct program *program;
+  uint64_t n_bytes;
+  struct cuda_weight *weights;      /* owned array */
+  int32_t n_weights;
+  struct cuda_layer *layers;        /* [L] */
+  struct cuda_weight *embed, *head;
+  float *final_gain;
+  struct k_rope rope;
+  bool has_e4m3;                    /* cuBLASLt multiplies e4m3 with a scale per row and per token here */
+  bool is_fast;                     /* layers all packed 4-bit and sm_90: the fast path exists */
+  int32_t max_tokens, max_rows, max_pages; /* T, S and R, pages of a sequence */
+  struct cuda_inputs decode, general;
+  int32_t *table, *host_table;      /* [S][max_pages] device; pinned, packed */
+  struct k_sample_row *sample_rows, *host_sample_rows;
+  int32_t *sampled, *host_sampled;  /* [R] */
+  float *h;                         /* [T][E] */
+  void *frag_e[3], *frag_a[3], *frag_f[3]; /* m = 1, 8, 16 */
+  float *ssq[3];
+  void *act, *qkv, *q, *attn, *gate_up, *expanded;
+  float *act_scale, *slabs, *ones;
+  float *logits, *host_logits;      /* [R][V] */
+  float *attn_workspace;
+  int32_t *attn_counters;
+  struct cuda_lt_plan lt_plans[CUDA_MAX_LT_PLANS];
+  int32_t n_lt_plans;
+  struct cuda_graph graphs[CUDA_MAX_GRAPHS];
+  int32_t n_graphs;
+  const struct backend_kv *graphs_kv; /* page memory that the graphs were captured with */
+  cudaEvent_t started, done;
+  int32_t n_rows_pending;
+  bool is_sampled_pending, has_result;
+  int64_t submit_us;
+};
+
+struct backend_kv {
+  struct backend *backend;
+  struct kv_geometry geometry;
+  enum k_kv_codec codec;
+  int64_t page_bytes;
+  uint8_t *pool;
+  void *gather_k, *gather_v;        /* [G][gather_tokens][D] f16 */
+  int64_t gather_tokens;
+};
+
+/* ---- cuda_memory.c ---- */
+enum sits_status cuda_check(struct backend *backend, int error, const char *what, const char *file, int line) SITS_MUST_CHECK;
+#define CUDA_CALL(backend, call) cuda_check(backend, (int)(call), #call, __FILE__, __LINE__)
+/* NULL when the device is out of memory or has failed. Zeroed. */
+void *cuda_memory_alloc(struct backend *backend, const void *owner, size_t bytes);
+void *cuda_pinned_alloc(struct backend *backend, const void *owner, size_t bytes);
+void cuda_memory_free_owner(struct backend *backend, const void *owner);
+uint64_t cuda_memory_of(const struct backend *backend, const void *owner); /* device bytes */
+
+/* ---- cuda_weights.c ---- */
+/* Form, format and shape from the parts' types; no device work. */
+enum sits_status cuda_weight_plan(struct cuda_weight *weight, struct sits_error *err) SITS_MUST_CHECK;
+/* Pack and upload. */
+enum sits_status cuda_weight_load(struct backend *backend, const void *owner, struct cuda_weight *weight, uint32_t seed,
+                                  struct sits_error *err) SITS_MUST_CHECK;
+/* A vector as f32 on the device; NULL utd gives NULL. A vector without data is all ones. */
+enum sits_status cuda_vector_load(struct backend *backend, const void *owner, const struct sits_utd *utd, float **out,
+                                  struct sits_error *err) SITS_MUST_CHECK;
+int64_t cuda_weight_bytes(const struct cuda_weight *weight);
+
+/* ---- cuda_compile.c ---- */
+enum sits_status cuda_compile(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err);
+void cuda_program_destroy(struct backend_program *program);
+
+/* ---- cuda_gemm.c: y = W x for activations in the form the weight wants ---- */
+enum cuda_gemm_output { CUDA_GEMM_F16, CUDA_GEMM_F32, CUDA_GEMM_SLABS, CUDA_GEMM_SWIGLU };
+/* How a step of n rows multiplies this weight: the form its activations must be in. */
+struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_weight *w, int32_t n);
+/* y: f16 or f32 [n][rows]; SLABS: into p->slabs, *n_slabs of them; SWIGLU: p->gate_up as *source says (products or pairs). */
+enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x, enum cuda_gemm_output output,
+                           void *y, int32_t *n_slabs, enum k_act_source *source, struct k_stream at) SITS_MUST_CHECK;
+/* Whether cuBLASLt takes e4m3 with vector scales; sets p->has_e4m3. */
+void cuda_gemm_probe(struct backend_program *p);
+void cuda_gemm_fini(struct backend_program *p);
+
+/* ---- cuda_run.c ---- */
+struct cuda_step {
+  const struct cuda_inputs *in;
+  int32_t n_tokens, n_seqs, n_rows;
+  bool is_decode;                   /* every sequence has one token, rows are the tokens in order */
+  bool is_sampled;
+  const struct backend_batch *batch; /* NULL while capturing */
+};
+/* One-token sequences go through the fused int4 decode kernel. */
+bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_kv *kv);
+/* Sequences s0 .. return value - 1 share the gather memory; their row offsets go to `offset` (may be NULL). */
+int32_t cuda_gather_chunk(const struct backend_batch *batch, const struct backend_kv *kv, int32_t s0, bool has_fast_decode, int32_t *offset);
+/* Enqueue everything from embedding to logits (and sampling). */
+enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at) SITS_MUST_CHECK;
+
+/* ---- cuda_graph.c ---- */
+/* Bucket for a decode batch; 0 when it is too large to be captured. */
+int32_t cuda_graph_bucket(int32_t n_seqs, int32_t max_seqs);
+enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled) SITS_MUST_CHECK;
+void cuda_graph_clear(struct backend_program *p);
+
+/* ---- cuda_kv.c ---- */
+uint64_t cuda_kv_page_bytes(const struct kv_geometry *geometry);
+enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out, struct sits_error *err);
+void cuda_kv_destroy(struct backend_kv *kv);
+enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n);
+enum sits_status cuda_kv_read_page(struct backend_kv *kv, int32_t page, void *host);
+enum sits_status cuda_kv_write_page(struct backend_kv *kv, int32_t page, const void *host);
+
+#endif

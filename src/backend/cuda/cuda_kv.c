@@ -1,0 +1,91 @@
+/* Page memory: one pool, page id -> pool + id * page_bytes; inside, a tile per (layer, KV head). Entry points: cuda_kv_create,
+ * cuda_kv_copy_pages, cuda_kv_read_page, cuda_kv_write_page. The pool starts zeroed: unwritten slots of a page are multiplied by zero
+ * probabilities and must hold finite numbers. */
+#include "backend/cuda/cuda_internal.h"
+#include "base/mem.h"
+
+#define GATHER_TOKENS_MAX (256 * 1024)
+
+static bool codec_of(enum kv_codec codec, enum k_kv_codec *out)
+{
+  switch (codec) {
+  case KV_F16: *out = K_KV_F16; return true;
+  case KV_INT8: *out = K_KV_INT8; return true;
+  case KV_INT4: *out = K_KV_INT4; return true;
+  default: return false;
+  }
+}
+
+uint64_t cuda_kv_page_bytes(const struct kv_geometry *g)
+{
+  enum k_kv_codec codec;
+  if (!codec_of(g->codec, &codec) || g->head_dim < 1 || g->head_dim > 256) return 0;
+  if (codec == K_KV_INT4 && g->head_dim != 64 && g->head_dim != 128) return 0; /* fragment order and rotation want these */
+  const uint64_t bytes = (uint64_t)g->n_layers * (uint64_t)g->n_kv_heads * (uint64_t)k_kv_tile_bytes(codec, g->head_dim);
+  return (bytes + 15) / 16 * 16;
+}
+
+void cuda_kv_destroy(struct backend_kv *kv)
+{
+  if (kv == NULL) return;
+  (void)cudaStreamSynchronize(kv->backend->stream);
+  cuda_memory_free_owner(kv->backend, kv);
+  mem_free(kv);
+}
+
+enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out, struct sits_error *err)
+{
+  enum k_kv_codec codec;
+  const uint64_t page_bytes = cuda_kv_page_bytes(geometry);
+  if (page_bytes == 0 || !codec_of(geometry->codec, &codec))
+    return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "cuda: page codec %s with head size %d is not supported", kv_codec_name(geometry->codec),
+                           geometry->head_dim);
+  struct backend_kv *kv = mem_calloc(1, sizeof *kv);
+  if (kv == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
+  *kv = (struct backend_kv){.backend = backend, .geometry = *geometry, .codec = codec, .page_bytes = (int64_t)page_bytes};
+  kv->pool = cuda_memory_alloc(backend, kv, (size_t)geometry->n_pages * page_bytes);
+  bool ok = kv->pool != NULL;
+  if (ok && k_attn_prefill_takes(geometry->head_dim)) {
+    kv->gather_tokens = (int64_t)geometry->n_pages * KV_PAGE_TOKENS;
+    if (kv->gather_tokens > GATHER_TOKENS_MAX) kv->gather_tokens = GATHER_TOKENS_MAX;
+    const size_t bytes = (size_t)kv->gather_tokens * (size_t)geometry->n_kv_heads * (size_t)geometry->head_dim * 2;
+    kv->gather_k = cuda_memory_alloc(backend, kv, bytes);
+    kv->gather_v = cuda_memory_alloc(backend, kv, bytes);
+    ok = kv->gather_k != NULL && kv->gather_v != NULL;
+  }
+  if (ok) ok = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream)) == SITS_OK;
+  if (!ok) {
+    cuda_kv_destroy(kv);
+    return sits_fail(err, backend->is_failed ? SITS_DEVICE : SITS_NOMEM, "cuda: %d pages of %llu bytes do not fit the device", geometry->n_pages,
+                     (unsigned long long)page_bytes);
+  }
+  *out = kv;
+  return SITS_OK;
+}
+
+static bool is_page(const struct backend_kv *kv, int32_t page) { return page >= 0 && page < kv->geometry.n_pages; }
+
+enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n)
+{
+  for (int32_t i = 0; i < n; i++) {
+    if (!is_page(kv, copies[i].from_page) || !is_page(kv, copies[i].to_page)) return SITS_INVALID_ARGUMENT;
+    const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(kv->pool + copies[i].to_page * kv->page_bytes, kv->pool + copies[i].from_page * kv->page_bytes,
+                                                                          (size_t)kv->page_bytes, cudaMemcpyDeviceToDevice, kv->backend->stream));
+    if (status != SITS_OK) return status;
+  }
+  return SITS_OK;
+}
+
+enum sits_status cuda_kv_read_page(struct backend_kv *kv, int32_t page, void *host)
+{
+  if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
+  const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(host, kv->pool + page * kv->page_bytes, (size_t)kv->page_bytes, cudaMemcpyDeviceToHost, kv->backend->stream));
+  return status != SITS_OK ? status : CUDA_CALL(kv->backend, cudaStreamSynchronize(kv->backend->stream));
+}
+
+enum sits_status cuda_kv_write_page(struct backend_kv *kv, int32_t page, const void *host)
+{
+  if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
+  const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(kv->pool + page * kv->page_bytes, host, (size_t)kv->page_bytes, cudaMemcpyHostToDevice, kv->backend->stream));
+  return status != SITS_OK ? status : CUDA_CALL(kv->backend, cudaStreamSynchronize(kv->backend->stream));
+}

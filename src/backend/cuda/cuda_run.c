@@ -1,0 +1,222 @@
+/* The launches of one step, in the order of the paper. Entry point: cuda_run.
+ *
+ * Fast path, T <= 16, five launches a layer; residual sums, norms and SwiGLU live in the GEMMs' epilogues:
+ *   qkv (1/rms) -> attention (rotation, append, softmax) -> o (+ residual, gain) -> gate_up (1/rms, SwiGLU) -> down (+ residual, gain)
+ * General path: norm -> qkv -> [bias] -> attention -> convert -> o -> norm (+ sums) -> gate_up -> convert -> down, the last sums being added
+ * by the next layer's norm.
+ */
+#include "backend/cuda/cuda_internal.h"
+
+#define TRY(call) do { const enum sits_status try_status = (call); if (try_status != SITS_OK) return try_status; } while (0)
+#define LAUNCH(call) TRY(CUDA_CALL(p->backend, call))
+
+static struct k_kv_view view_of(const struct backend_program *p, const struct backend_kv *kv, const struct cuda_step *step, int32_t layer)
+{
+  const struct program_dims *d = &p->program->dims;
+  const struct cuda_inputs *in = step->in;
+  return (struct k_kv_view){.pool = kv->pool, .page_bytes = kv->page_bytes, .codec = kv->codec, .layer = layer, .n_heads = d->n_heads, .n_kv_heads = d->n_kv_heads,
+                            .head_dim = d->head_dim, .window = d->sliding_window, .n_tokens = step->n_tokens, .n_seqs = step->n_seqs, .seq_start = in->seq_start,
+                            .kv_len = in->kv_len, .positions = in->positions, .token_seq = in->token_seq, .block_table = p->table, .table_stride = p->max_pages};
+}
+
+bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_kv *kv)
+{
+  const struct program_dims *d = &p->program->dims;
+  return p->backend->compute_major == 9 && k_attn_decode_takes(kv->codec, d->head_dim, d->n_heads, d->n_kv_heads);
+}
+
+static enum sits_status decode_attention(struct backend_program *p, const struct k_kv_view *view, const struct cuda_layer *layer, int32_t frag_m, void *out, struct k_stream at)
+{
+  const struct k_attn_decode a = {.kv = *view, .rope = p->rope, .qkv = p->qkv, .q_gain = layer->q_gain, .k_gain = layer->k_gain, .eps = p->program->dims.rms_eps, .out = out,
+                                  .frag_m = frag_m, .workspace = p->attn_workspace, .counters = p->attn_counters};
+  return CUDA_CALL(p->backend, sits_k_attn_decode(&a, p->backend->n_sm, at));
+}
+
+/* Does sequence s go through gathered pages? (Those with one token do not where the decode kernel serves them.) */
+static bool is_gathered(const struct backend_batch *b, int32_t s, bool has_fast_decode)
+{
+  const int32_t n = b->seq_start[s + 1] - b->seq_start[s];
+  return n > 1 || (n == 1 && !has_fast_decode);
+}
+
+/* Sequences s0 .. return value - 1 fit the gather memory together; their offsets go to `offset` (may be NULL). */
+int32_t cuda_gather_chunk(const struct backend_batch *b, const struct backend_kv *kv, int32_t s0, bool has_fast_decode, int32_t *offset)
+{
+  int64_t used = 0;
+  int32_t s = s0;
+  for (; s < b->n_seqs; s++) {
+    const int64_t rows = is_gathered(b, s, has_fast_decode) ? (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS * KV_PAGE_TOKENS : 0;
+    if (used + rows > kv->gather_tokens && s > s0) break;
+    if (offset != NULL) offset[s] = (int32_t)used;
+    used += rows;
+  }
+  return s;
+}
+
+static enum sits_status gathered_attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, const struct k_kv_view *view, bool has_fast_decode,
+                                           struct k_stream at)
+{
+  const struct backend_batch *b = step->batch;
+  for (int32_t s0 = 0, s1; s0 < b->n_seqs; s0 = s1) {
+    int32_t max_pages = 0, max_new = 0;
+    s1 = cuda_gather_chunk(b, kv, s0, has_fast_decode, NULL);
+    for (int32_t s = s0; s < s1; s++) {
+      if (!is_gathered(b, s, has_fast_decode)) continue;
+      const int32_t pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS, n = b->seq_start[s + 1] - b->seq_start[s];
+      if (pages > max_pages) max_pages = pages;
+      if (n > max_new) max_new = n;
+    }
+    if (max_new == 0) continue;
+    const struct k_kv_gather gather = {*view, s0, s1 - s0, step->in->offset, max_pages, kv->gather_tokens, kv->gather_k, kv->gather_v, has_fast_decode};
+    const struct k_attn_prefill attend = {*view, p->q, kv->gather_k, kv->gather_v, kv->gather_tokens, step->in->offset, s0, s1 - s0, max_new, p->attn, has_fast_decode};
+    LAUNCH(sits_k_kv_gather(&gather, at));
+    LAUNCH(sits_k_attn_prefill(&attend, at));
+  }
+  return SITS_OK;
+}
+
+/* p->qkv -> rows in p->attn, or fragments in frag_a when frag_m > 0. */
+static enum sits_status attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, int32_t l, int32_t frag_m, void *frag, struct k_stream at)
+{
+  const struct cuda_layer *layer = &p->layers[l];
+  const struct k_kv_view view = view_of(p, kv, step, l);
+  const bool has_fast_decode = cuda_has_fast_decode(p, kv);
+  if (step->is_decode && has_fast_decode) return decode_attention(p, &view, layer, frag_m, frag_m ? frag : p->attn, at);
+  const struct k_rope_append append = {view, p->rope, p->qkv, layer->q_gain, layer->k_gain, p->program->dims.rms_eps, p->q, has_fast_decode};
+  LAUNCH(sits_k_rope_append(&append, at));
+  if (k_attn_prefill_takes(view.head_dim)) {
+    bool has_single = false;
+    for (int32_t s = 0; s < step->batch->n_seqs; s++) has_single = has_single || step->batch->seq_start[s + 1] - step->batch->seq_start[s] == 1;
+    TRY(gathered_attention(p, kv, step, &view, has_fast_decode, at));
+    if (has_fast_decode && has_single) TRY(decode_attention(p, &view, layer, 0, p->attn, at));
+  } else {
+    const struct k_attn_any any = {view, p->q, p->attn};
+    LAUNCH(sits_k_attn_any(&any, at));
+  }
+  if (frag_m == 0) return SITS_OK;
+  const int32_t width = view.n_heads * view.head_dim;
+  const struct k_convert convert = {K_SRC_F16, p->attn, width, step->n_tokens, width, {K_ACT_FRAG_F16, frag, NULL, frag_m}};
+  LAUNCH(sits_k_convert(&convert, at));
+  return SITS_OK;
+}
+
+static enum sits_status embed(struct backend_program *p, const struct cuda_step *step, int32_t frag_i, int32_t frag_m, struct k_stream at)
+{
+  const struct program_dims *d = &p->program->dims;
+  struct k_embed a = {.tokens = step->in->tokens, .table = p->embed->data, .is_packed = p->embed->form == CUDA_W4, .format = p->embed->format, .n_tokens = step->n_tokens,
+                      .width = d->n_embd, .ld = k_blocks(d->n_embd) * K_GROUP, .n_vocab = d->n_vocab, .h = p->h};
+  if (frag_m > 0) {
+    a.frag_m = frag_m, a.next = p->frag_e[frag_i], a.gain = p->layers[0].attn_gain;
+    a.ssq = p->ssq[frag_i], a.n_ssq = k_w4a16_ssq_parts(d->n_embd);
+  }
+  LAUNCH(sits_k_embed(&a, at));
+  return SITS_OK;
+}
+
+static enum sits_status head(struct backend_program *p, const struct cuda_step *step, int32_t n_slabs, struct k_stream at)
+{
+  const struct program_dims *d = &p->program->dims;
+  const struct k_act x = cuda_gemm_form(p, p->head, step->n_rows);
+  const struct k_norm norm = {p->h, p->slabs, n_slabs, (int64_t)step->n_tokens * d->n_embd, p->final_gain, d->rms_eps, step->n_rows, d->n_embd, step->in->row_token, x};
+  LAUNCH(sits_k_norm(&norm, at));
+  return cuda_gemm(p, p->head, step->n_rows, &x, CUDA_GEMM_F32, p->logits, NULL, NULL, at);
+}
+
+/* One GEMM of the fast path; the caller sets output, y, ld, next, gain. */
+static struct k_w4a16 fast_gemm(const struct cuda_weight *w, int32_t n_tokens, const void *x)
+{
+  return (struct k_w4a16){.weight = w->data, .format = w->format, .rows = w->rows, .cols = w->cols, .n_tokens = n_tokens, .x = x, .bias = w->bias};
+}
+
+static void with_norm(struct k_w4a16 *a, const struct backend_program *p, int32_t i)
+{
+  a->x_ssq = p->ssq[i];
+  a->x_n_ssq = k_w4a16_ssq_parts(p->program->dims.n_embd);
+  a->x_width = (float)p->program->dims.n_embd;
+  a->eps = p->program->dims.rms_eps;
+}
+
+static void with_residual(struct k_w4a16 *a, const struct backend_program *p, int32_t i, const float *gain)
+{
+  a->output = K_OUT_RESIDUAL, a->y = p->h, a->ld = p->program->dims.n_embd;
+  a->next = p->frag_e[i], a->gain = gain, a->ssq = p->ssq[i];
+}
+
+static enum sits_status run_fast(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
+{
+  const int32_t n = step->n_tokens, m = k_w4a16_tokens(n), i = m == 1 ? 0 : m == 8 ? 1 : 2, n_layers = p->program->dims.n_layers, n_sm = p->backend->n_sm;
+  TRY(embed(p, step, i, m, at));
+  for (int32_t l = 0; l < n_layers; l++) {
+    const struct cuda_layer *layer = &p->layers[l];
+    struct k_w4a16 qkv = fast_gemm(layer->qkv, n, p->frag_e[i]), o = fast_gemm(layer->o, n, p->frag_a[i]), gate_up = fast_gemm(layer->gate_up, n, p->frag_e[i]),
+                   down = fast_gemm(layer->down, n, p->frag_f[i]);
+    with_norm(&qkv, p, i);
+    qkv.output = K_OUT_F16, qkv.y = p->qkv, qkv.ld = layer->qkv->rows;
+    with_residual(&o, p, i, layer->ffn_gain);
+    with_norm(&gate_up, p, i);
+    gate_up.output = K_OUT_SWIGLU, gate_up.next = p->frag_f[i];
+    with_residual(&down, p, i, l + 1 < n_layers ? p->layers[l + 1].attn_gain : p->final_gain);
+    LAUNCH(sits_k_w4a16(&qkv, n_sm, at));
+    TRY(attention(p, kv, step, l, m, p->frag_a[i], at));
+    LAUNCH(sits_k_w4a16(&o, n_sm, at));
+    LAUNCH(sits_k_w4a16(&gate_up, n_sm, at));
+    LAUNCH(sits_k_w4a16(&down, n_sm, at));
+  }
+  if (step->n_rows == 0) return SITS_OK;
+  if (!step->is_decode || p->head->form != CUDA_W4) return head(p, step, 0, at);
+  struct k_w4a16 logits = fast_gemm(p->head, n, p->frag_e[i]);
+  with_norm(&logits, p, i);
+  logits.output = K_OUT_F32, logits.y = p->logits, logits.ld = p->head->rows;
+  LAUNCH(sits_k_w4a16(&logits, n_sm, at));
+  return SITS_OK;
+}
+
+static enum sits_status norm(struct backend_program *p, const struct cuda_step *step, int32_t n_slabs, const float *gain, const struct k_act *x, struct k_stream at)
+{
+  const struct program_dims *d = &p->program->dims;
+  const struct k_norm a = {p->h, p->slabs, n_slabs, (int64_t)step->n_tokens * d->n_embd, gain, d->rms_eps, step->n_tokens, d->n_embd, NULL, *x};
+  LAUNCH(sits_k_norm(&a, at));
+  return SITS_OK;
+}
+
+static enum sits_status run_general(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
+{
+  const struct program_dims *d = &p->program->dims;
+  const int32_t n = step->n_tokens, heads = d->n_heads * d->head_dim;
+  int32_t n_slabs = 0;
+  TRY(embed(p, step, 0, 0, at));
+  for (int32_t l = 0; l < d->n_layers; l++) {
+    const struct cuda_layer *layer = &p->layers[l];
+    struct k_act x = cuda_gemm_form(p, layer->qkv, n);
+    enum k_act_source source;
+    TRY(norm(p, step, n_slabs, layer->attn_gain, &x, at));
+    TRY(cuda_gemm(p, layer->qkv, n, &x, CUDA_GEMM_F16, p->qkv, NULL, NULL, at));
+    TRY(attention(p, kv, step, l, 0, NULL, at));
+    x = cuda_gemm_form(p, layer->o, n);
+    if (x.form == K_ACT_ROW_F16 && heads % K_GROUP == 0) x.data = p->attn;
+    else {
+      const struct k_convert convert = {K_SRC_F16, p->attn, heads, n, heads, x};
+      LAUNCH(sits_k_convert(&convert, at));
+    }
+    TRY(cuda_gemm(p, layer->o, n, &x, CUDA_GEMM_SLABS, NULL, &n_slabs, NULL, at));
+    x = cuda_gemm_form(p, layer->gate_up, n);
+    TRY(norm(p, step, n_slabs, layer->ffn_gain, &x, at));
+    TRY(cuda_gemm(p, layer->gate_up, n, &x, CUDA_GEMM_SWIGLU, NULL, NULL, &source, at));
+    x = cuda_gemm_form(p, layer->down, n);
+    const int32_t width = layer->gate_up->rows / 2;
+    const struct k_convert convert = {source, p->gate_up, source == K_SRC_F16 ? width : 2 * width, n, width, x};
+    LAUNCH(sits_k_convert(&convert, at));
+    TRY(cuda_gemm(p, layer->down, n, &x, CUDA_GEMM_SLABS, NULL, &n_slabs, NULL, at));
+  }
+  return step->n_rows > 0 ? head(p, step, n_slabs, at) : SITS_OK;
+}
+
+enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
+{
+  if (p->is_fast && step->n_tokens <= CUDA_FAST_TOKENS) TRY(run_fast(p, kv, step, at));
+  else TRY(run_general(p, kv, step, at));
+  if (!step->is_sampled || step->n_rows == 0) return SITS_OK;
+  const struct k_sample sample = {p->logits, step->n_rows, p->program->dims.n_vocab, p->head->rows, p->sample_rows, p->sampled, NULL};
+  LAUNCH(sits_k_sample(&sample, at));
+  return SITS_OK;
+}
