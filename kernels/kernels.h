@@ -141,13 +141,14 @@ struct k_kv_view {
 
 /* Output rows of attention: f16, row [T][H*D] (frag_m = 0) or frag with m = frag_m. */
 
-/* ---- decode attention over int4 pages, RoPE and append fused (kernels/attention/decode_int4.cu) ----
+/* ---- decode attention over int4 pages, RoPE and append fused where wanted (kernels/attention/decode_int4.cu) ----
  * Serves the sequences that have exactly one token in the step; others are left alone. */
 struct k_attn_decode {
   struct k_kv_view kv;
   struct k_rope rope;
-  const void *qkv;            /* [T][(H+2G)*D] f16: q, k, v before norms and rotation */
-  const float *q_gain, *k_gain; /* [D] head norms or NULL */
+  const void *q;              /* [T][H*D] f16 from sits_k_rope_append, the token appended; NULL: fused, from qkv */
+  const void *qkv;            /* fused: [T][(H+2G)*D] f16: q, k, v before norms and rotation */
+  const float *q_gain, *k_gain; /* fused: [D] head norms or NULL */
   float eps;
   void *out;
   int32_t frag_m;
@@ -155,7 +156,7 @@ struct k_attn_decode {
   int32_t *counters;          /* [S * G] zero before the first use; left zero */
 };
 bool k_attn_decode_takes(enum k_kv_codec codec, int32_t head_dim, int32_t n_heads, int32_t n_kv_heads);
-int32_t k_attn_decode_grid(int32_t n_sm);
+int32_t k_attn_decode_grid(int32_t n_sm, int32_t n_seqs, bool is_fused);
 size_t k_attn_decode_workspace_bytes(int32_t n_sm, int32_t head_dim);
 int sits_k_attn_decode_init(void);
 int sits_k_attn_decode(const struct k_attn_decode *args, int32_t n_sm, struct k_stream at);
@@ -217,7 +218,10 @@ int sits_k_embed(const struct k_embed *args, struct k_stream at);
 struct k_rope_append {
   struct k_kv_view kv;
   struct k_rope rope;
-  const void *qkv;            /* [T][(H+2G)*D] f16 */
+  const void *qkv;            /* [T][(H+2G)*D] f16; NULL: sums of slabs (and bias) instead */
+  const float *slabs, *bias;  /* [n_slabs][slab_stride] f32, each [T][(H+2G)*D]; [(H+2G)*D] or NULL */
+  int32_t n_slabs;
+  int64_t slab_stride;
   const float *q_gain, *k_gain;
   float eps;
   void *q;                    /* [T][H*D] f16, rotated, Hadamard-transformed for int4 */
@@ -317,6 +321,9 @@ int sits_k_sample(const struct k_sample *args, struct k_stream at);
 struct k_fill_w4 { void *weight; enum k_w4_format format; int32_t rows, cols; float scale; uint32_t seed; float *channel; };
 int sits_k_fill_w4(const struct k_fill_w4 *args, struct k_stream at);
 int sits_k_fill_f32(float *out, int64_t n, float value, struct k_stream at);
+
+/* Read n_bytes of device memory: the measured bandwidth that benches compare with. */
+int sits_k_read(const void *src, int64_t n_bytes, uint32_t *sink, int32_t n_sm, struct k_stream at);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,6 @@
-/* out[s][h] = softmax(q . K / sqrt(D)) V for one new token per sequence over int4 pages; RoPE of q and k, quantisation and append of the
- * new token's k and v included. A sequence's tokens 0 .. kv_len-1, the last one being the new token.
+/* out[s][h] = softmax(q . K / sqrt(D)) V for one new token per sequence over int4 pages. A sequence's tokens are 0 .. kv_len-1, the last one
+ * being the new token. Fused form (q = NULL): rotation of q and k, quantisation and append of the new token's k and v included; else q is
+ * rotated already and the token appended (sits_k_rope_append): better from about nine sequences on, where a CTA walks several segments.
  *
  * Arguments: struct k_attn_decode (kernels.h). qkv f16 written by the previous kernel; pages by earlier steps.
  * Work split: the unit is one page of one KV head (D = 128: 9,216 bytes, one bulk copy). Units are ordered by sequence, head, page and cut
@@ -7,8 +8,8 @@
  *   one (sequence, head) is a segment part. Four warps take 16 of a page's 64 tokens each, the query heads of the group fill N = 8.
  * Shared memory: barriers 256, prefix sums 4 (S+1), merge buffer 4 * 8 * (D+4) * 4 (16.9 KiB at D = 128), new token 1.5 KiB, ring of
  *   NSTAGE tiles (36 KiB): three CTAs per SM at <= 128 registers.
- * Pipeline: page copies start before the grid dependency opens (pages of earlier steps do not depend on it). The new token never travels
- *   through global memory here: the warp that owns its 16-token block patches the tile in shared memory and stores the same words to the page.
+ * Pipeline: page copies start before the grid dependency opens (pages of earlier steps do not depend on it; not fused, a sequence's last page
+ *   waits for the append). Fused, the new token never travels through global memory here: the warp that owns its 16-token block patches the tile in shared memory and stores the same words to the page.
  * Numerics: keys and values as folded nibbles (16+q, 256+q), offsets taken off by products with constant rows; K scales on the f32 scores,
  *   V scales on the f16 probabilities; running maximum in f32, base-2 exponentials; parts are merged in CTA order by the last to arrive, so
  *   results do not depend on timing. Empty and masked positions have probability exactly 0. Tolerance against the f64 twin 5e-4 of the norm.
@@ -22,7 +23,8 @@
 
 namespace {
 
-constexpr int WARPS = 4, THREADS = 160, STAGES = 4, CTAS_PER_SM = 3, MAX_SEQS = 1024;
+constexpr int WARPS = 4, WARP_LOAD = 4, WARP_K = 5, STAGES = 4, CTAS_PER_SM = 3, MAX_SEQS = 1024;
+constexpr int THREADS = 160, FUSED_THREADS = 224; /* four consumer warps, the loader; fused: one more for k, one for v */
 
 struct params {
   k_attn_decode a;
@@ -61,7 +63,7 @@ SITS_DEV void scan_units(const k_kv_view &kv, int *prefix) {
   if (lane == 0) prefix[0] = 0;
 }
 
-struct segment { int seq, head, first_unit, n_units, len, first_page, lo; }; /* lo: first visible token */
+struct segment { int seq, row, head, first_unit, n_units, len, first_page, lo; }; /* row of q and out; lo: first visible token */
 
 SITS_DEV segment find_segment(const k_kv_view &kv, const int *prefix, int unit) {
   segment g;
@@ -72,6 +74,7 @@ SITS_DEV segment find_segment(const k_kv_view &kv, const int *prefix, int unit) 
     else hi = mid - 1;
   }
   g.seq = lo;
+  g.row = kv.seq_start[lo];
   g.n_units = (prefix[lo + 1] - prefix[lo]) / kv.n_kv_heads;
   g.head = (unit - prefix[lo]) / g.n_units;
   g.first_unit = prefix[lo] + g.head * g.n_units;
@@ -122,40 +125,87 @@ template <int D> SITS_DEV void patch_tile(uint32_t tile, uint8_t *page, const ne
   __syncwarp();
 }
 
-/* q of the group's heads -> f16 [8][D] in shared memory; k and v of the new token -> codes. All four warps. */
-template <int D> SITS_DEV void prepare_segment(const params &p, const segment &g, __half *query, float *scratch, new_token *nt, bool owns_last) {
-  const k_attn_decode &a = p.a;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads;
-  const int row = a.kv.seq_start[g.seq], position = g.len - 1;
-  const __half *base = (const __half *)a.qkv + (size_t)row * (a.kv.n_heads + 2 * a.kv.n_kv_heads) * D;
-  float *v = scratch + warp * D;
-  for (int i = warp; i < 8 + (owns_last ? 2 : 0); i += WARPS) {
-    if (i < 8 && i >= gqa) {
+/* cos and sin for the channels lane + 32 j of a head at `position`; channels that are not rotated get (1, 0). */
+template <int D> SITS_DEV void head_angles(const k_rope &rope, int position, int lane, float2 (&angle)[D / 32]) {
 #pragma unroll
-      for (int j = 0; j < D / 32; j++) query[i * D + lane + j * 32] = __float2half(0.f);
-      continue;
+  for (int j = 0; j < D / 32; j++) {
+    const int e = lane + j * 32, half = rope.dims >> 1;
+    angle[j] = make_float2(1.f, 0.f);
+    if (e < rope.dims) angle[j] = kv::rope_angle(position, rope.inv_freq[rope.interleaved ? e >> 1 : e < half ? e : e - half], rope.magnitude);
+  }
+}
+
+/* A warp's head vector in shared memory -> r[j], channel lane + 32 j: RMS norm with gain (or NULL), rotation, Hadamard transform. */
+template <int D> SITS_DEV void rotate_head(float *v, int lane, const float *gain, float eps, const k_rope &rope, const float2 (&angle)[D / 32], float (&r)[D / 32]) {
+  constexpr int N = D / 32;
+  if (gain) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < N; j++) sum += v[lane + j * 32] * v[lane + j * 32];
+    const float f = rsqrtf(warp_sum(sum) / (float)D + eps);
+#pragma unroll
+    for (int j = 0; j < N; j++) v[lane + j * 32] *= f * gain[lane + j * 32];
+    __syncwarp();
+  }
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    const int e = lane + j * 32, half = rope.dims >> 1;
+    const bool first = rope.interleaved ? !(e & 1) : e < half;
+    const int other = e >= rope.dims ? e : rope.interleaved ? e ^ 1 : first ? e + half : e - half;
+    r[j] = v[e] * angle[j].x + (first ? -v[other] : v[other]) * angle[j].y;
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1)
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const float o = __shfl_xor_sync(~0u, r[j], d);
+      r[j] = lane & d ? o - r[j] : r[j] + o;
     }
-    const __half *src = base + (i < 8 ? g.head * gqa + i : i == 8 ? a.kv.n_heads + g.head : a.kv.n_heads + a.kv.n_kv_heads + g.head) * D;
+#pragma unroll
+  for (int d = 1; d < N; d <<= 1)
+#pragma unroll
+    for (int j = 0; j < N; j++)
+      if (!(j & d)) {
+        const float x = r[j], y = r[j | d];
+        r[j] = x + y, r[j | d] = x - y;
+      }
+#pragma unroll
+  for (int j = 0; j < N; j++) r[j] *= rsqrtf((float)D);
+}
+
+/* Fused: q of the group's heads -> f16 [8][D] in shared memory by the consumers; k and v of the new token -> codes by two more warps. */
+template <int D> SITS_DEV void prepare_segment(const params &p, const segment &g, __half *query, float *scratch, new_token *nt, const float2 (&angle)[D / 32]) {
+  const k_attn_decode &a = p.a;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads, slot = warp < WARPS ? warp : warp - 1;
+  const int row = g.row;
+  const __half *base = (const __half *)a.qkv + (size_t)row * (a.kv.n_heads + 2 * a.kv.n_kv_heads) * D;
+  float *v = scratch + slot * D;
+  for (int i = warp < WARPS ? warp : 8; i < (warp < WARPS ? gqa : 9); i += WARPS) {
+    const bool is_query = warp < WARPS, is_key = warp == WARP_K;
+    const __half *src = base + (is_query ? g.head * gqa + i : is_key ? a.kv.n_heads + g.head : a.kv.n_heads + a.kv.n_kv_heads + g.head) * D;
 #pragma unroll
     for (int j = 0; j < D / 32; j++) v[lane + j * 32] = __half2float(__ldcg(src + lane + j * 32));
     __syncwarp();
-    if (i < 9) kv::prepare_head(v, D, lane, i < 8 ? a.q_gain : a.k_gain, a.eps, a.rope, position, true);
+    float r[D / 32];
+    if (is_query || is_key) rotate_head<D>(v, lane, is_query ? a.q_gain : a.k_gain, a.eps, a.rope, angle, r);
 #pragma unroll
     for (int j = 0; j < D / 32; j++) {
-      float x = v[lane + j * 32];
-      if (i < 8) query[i * D + lane + j * 32] = __float2half_rn(x);
+      const float x = is_query || is_key ? r[j] : v[lane + j * 32];
+      if (is_query) query[i * D + lane + j * 32] = __float2half_rn(x);
       else {
         __half s;
         uint32_t q = kv::quantise4(x, &s);
-        (i == 8 ? nt->k : nt->v)[lane + j * 32] = (uint8_t)q;
-        if (lane == 0) (i == 8 ? nt->k_scale : nt->v_scale)[j] = s;
+        (is_key ? nt->k : nt->v)[lane + j * 32] = (uint8_t)q;
+        if (lane == 0) (is_key ? nt->k_scale : nt->v_scale)[j] = s;
       }
     }
     __syncwarp();
   }
 }
 
-SITS_DEV void consumer_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+/* Everyone but the loader. */
+template <bool FUSED> SITS_DEV void segment_sync() { asm volatile("bar.sync 1, %0;" ::"n"(FUSED ? 192 : 128) : "memory"); }
+SITS_DEV void consumer_sync() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 
 /* os: the offset of rows g, -24 sum p; that of rows g+8 is 11 times as much, so it is not kept. */
 template <int D> struct state { float o[D / 16][4], os[D / 32][2], m0, m1, l0, l1; };
@@ -248,12 +298,47 @@ template <int D> SITS_DEV void spill_state(const state<D> &st, float *merge, int
   if (g == 0) r[D] = st.m0, r[D + 1] = l0, r[ROW + D] = st.m1, r[ROW + D + 1] = l1;
 }
 
-template <int D> SITS_DEV void store_head(const k_attn_decode &a, int row, int head, const float (&v)[D / 32], float inv, int lane) {
-  __half *out = (__half *)a.out;
+/* Four values of a head: columns 4 lane .. 4 lane + 3 (lanes beyond D/4 hold none). */
+template <int D> SITS_DEV void store_head(const k_attn_decode &a, int row, int head, float4 v, float inv, int lane) {
+  const int col = head * D + lane * 4;
+  const uint32_t lo = pack_half2(v.x * inv, v.y * inv), hi = pack_half2(v.z * inv, v.w * inv);
+  if (lane >= D / 4) return;
+  if (a.frag_m == 0) *(uint2 *)((__half *)a.out + (size_t)row * (a.kv.n_heads * D) + col) = make_uint2(lo, hi);
+  else { /* columns 0, 2, 1, 3 of a four lie side by side */
+    *(uint2 *)((__half *)a.out + k_frag_index(a.frag_m, col, row)) = make_uint2(__byte_perm(lo, hi, 0x5410), __byte_perm(lo, hi, 0x7632));
+  }
+}
+
+SITS_DEV void add_scaled(float4 &sum, float4 v, float f) { sum.x += v.x * f, sum.y += v.y * f, sum.z += v.z * f, sum.w += v.w * f; }
+
+/* The parts of a segment, one head: maximum, sum and values. Sixteen parts are fetched at a time, all loads in flight together. */
+template <int D> SITS_DEV void merge_parts(const float *first, const float *rest, int n_rest, int lane, float4 *v, float *l) {
+  constexpr int ROW = shape<D>::ROW, STEP = 16 * ROW; /* floats from one CTA's first slot to the next CTA's */
+  float m = lane == 0 ? __ldcg(first + D) : -1e30f;
+  for (int c = lane; c < n_rest; c += 32) m = fmaxf(m, __ldcg(rest + (size_t)c * STEP + D));
+  const int col = lane < D / 4 ? lane * 4 : 0;
+  float4 x = __ldcg((const float4 *)(first + col));
+  const float l0 = __ldcg(first + D + 1), m0 = __ldcg(first + D);
+  m = warp_max(m);
+  const float f0 = exp2f(m0 - m);
+  *l = l0 * f0;
+  *v = make_float4(0.f, 0.f, 0.f, 0.f);
+  add_scaled(*v, x, f0);
+  for (int base = 0; base < n_rest; base += 16) {
+    float4 part[16];
+    float2 ml[16];
 #pragma unroll
-  for (int j = 0; j < D / 32; j++) {
-    int col = head * D + lane + j * 32;
-    out[a.frag_m ? k_frag_index(a.frag_m, col, row) : row * (a.kv.n_heads * D) + col] = __float2half_rn(v[j] * inv);
+    for (int i = 0; i < 16; i++) {
+      const float *r = rest + (size_t)min(base + i, n_rest - 1) * STEP;
+      part[i] = __ldcg((const float4 *)(r + col));
+      ml[i] = __ldcg((const float2 *)(r + D));
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const float f = base + i < n_rest ? exp2f(ml[i].x - m) : 0.f;
+      *l += ml[i].y * f;
+      add_scaled(*v, part[i], f);
+    }
   }
 }
 
@@ -262,26 +347,28 @@ template <int D>
 SITS_DEV void flush_segment(const params &p, const segment &g, float *merge, int *flag, int n_units_all, int n_ctas, int first_of_run) {
   constexpr int ROW = shape<D>::ROW;
   const k_attn_decode &a = p.a;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads, row = a.kv.seq_start[g.seq];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads, row = g.row;
   const long long all = n_units_all, n = n_ctas;
   const int cta_first = (int)(((g.first_unit + 1LL) * n - 1) / all), cta_last = (int)(((long long)(g.first_unit + g.n_units) * n - 1) / all);
   const int slot = blockIdx.x * 2 + (first_of_run ? 0 : 1);
   float *mine = a.workspace + (size_t)slot * 8 * ROW;
+  const int col = lane < D / 4 ? lane * 4 : 0;
   for (int h = warp; h < gqa; h += WARPS) {
-    float m = -1e30f, l = 0.f, v[D / 32] = {};
+    float m = -1e30f, l = 0.f;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
     for (int w = 0; w < WARPS; w++) m = fmaxf(m, merge[(w * 8 + h) * ROW + D]);
+#pragma unroll
     for (int w = 0; w < WARPS; w++) {
       const float *r = merge + (w * 8 + h) * ROW;
-      float f = exp2f(r[D] - m);
+      const float f = exp2f(r[D] - m);
       l += r[D + 1] * f;
-#pragma unroll
-      for (int j = 0; j < D / 32; j++) v[j] += r[lane + j * 32] * f;
+      add_scaled(v, *(const float4 *)(r + col), f);
     }
     if (cta_first == cta_last) store_head<D>(a, row, g.head * gqa + h, v, 1.f / l, lane);
     else {
-#pragma unroll
-      for (int j = 0; j < D / 32; j++) mine[h * ROW + lane + j * 32] = v[j];
-      if (lane == 0) mine[h * ROW + D] = m, mine[h * ROW + D + 1] = l;
+      if (lane < D / 4) *(float4 *)(mine + h * ROW + col) = v;
+      if (lane == 0) *(float2 *)(mine + h * ROW + D) = make_float2(m, l);
     }
   }
   if (cta_first == cta_last) return;
@@ -296,27 +383,16 @@ SITS_DEV void flush_segment(const params &p, const segment &g, float *merge, int
   const int first_start = (int)(cta_first * all / n); /* is the segment the first of CTA cta_first's run? */
   const int first_slot = cta_first * 2 + (first_start >= g.first_unit ? 0 : 1);
   for (int h = warp; h < gqa; h += WARPS) {
-    const float *r0 = a.workspace + (size_t)first_slot * 8 * ROW + h * ROW;
-    float m = __ldcg(r0 + D);
-    for (int c = cta_first + 1 + lane; c <= cta_last; c += 32) m = fmaxf(m, __ldcg(a.workspace + (size_t)c * 16 * ROW + h * ROW + D));
-    m = warp_max(m);
-    float f = exp2f(__ldcg(r0 + D) - m), l = __ldcg(r0 + D + 1) * f, v[D / 32];
-#pragma unroll
-    for (int j = 0; j < D / 32; j++) v[j] = __ldcg(r0 + lane + j * 32) * f;
-#pragma unroll 4
-    for (int c = cta_first + 1; c <= cta_last; c++) {
-      const float *r = a.workspace + (size_t)c * 16 * ROW + h * ROW;
-      f = exp2f(__ldcg(r + D) - m);
-      l += __ldcg(r + D + 1) * f;
-#pragma unroll
-      for (int j = 0; j < D / 32; j++) v[j] += __ldcg(r + lane + j * 32) * f;
-    }
+    float4 v;
+    float l;
+    merge_parts<D>(a.workspace + (size_t)first_slot * 8 * ROW + h * ROW, a.workspace + (size_t)(cta_first + 1) * 16 * ROW + h * ROW, cta_last - cta_first, lane, &v, &l);
     store_head<D>(a, row, g.head * gqa + h, v, 1.f / l, lane);
   }
 }
 #endif
 
-template <int D> __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attn_decode_int4_kernel(const __grid_constant__ params p) {
+template <int D, bool FUSED>
+__global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : CTAS_PER_SM) attn_decode_int4_kernel(const __grid_constant__ params p) {
 #if SITS_SM90
   using C = shape<D>;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -336,7 +412,9 @@ template <int D> __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attn_de
     for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, WARPS);
     bar_fence_init();
   }
-  if (warp == 4) scan_units(view, prefix);
+  if (warp == WARP_LOAD) scan_units(view, prefix);
+  if (FUSED)
+    for (int i = threadIdx.x; i < 4 * D; i += FUSED_THREADS) ((uint32_t *)query)[i] = 0; /* rows of heads the group does not have stay zero */
   __syncthreads();
   const int n_units = prefix[view.n_seqs], n_ctas = min((int)gridDim.x, n_units);
   if ((int)blockIdx.x >= n_ctas) {
@@ -344,45 +422,65 @@ template <int D> __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attn_de
     return;
   }
   const int begin = (int)((long long)blockIdx.x * n_units / n_ctas), end = (int)((long long)(blockIdx.x + 1) * n_units / n_ctas);
-  if (warp == WARPS) { /* loader */
+  if (warp == WARP_LOAD) {
     if (lane == 0) {
       int slot = 0;
       uint32_t parity = 1;
+      bool is_open = false;
       segment g = find_segment(view, prefix, begin);
       for (int u = begin; u < end; u++) {
         if (u >= g.first_unit + g.n_units) g = find_segment(view, prefix, u);
         const uint8_t *tile = tile_of<D>(view, g, u);
+        if (!FUSED && !is_open && u == g.first_unit + g.n_units - 1) grid_wait(), is_open = true; /* the predecessor appended to this page */
         bar_wait(empty + slot * 8, parity);
         bar_arrive_expect(full + slot * 8, C::TILE);
         bulk_load(ring + slot * C::TILE, tile, C::TILE, full + slot * 8);
         if (++slot == STAGES) slot = 0, parity ^= 1;
       }
-      grid_wait();
+      if (!is_open) grid_wait();
     }
     return;
   }
+  segment g = find_segment(view, prefix, begin); /* step inputs, not the predecessor's work */
+  float2 angle[D / 32];
+  if (FUSED) head_angles<D>(p.a.rope, g.len - 1, lane, angle);
   grid_wait();
-  const int gq = lane >> 2, t = lane & 3;
+  const int gq = lane >> 2, t = lane & 3, gqa = view.n_heads / view.n_kv_heads;
   const uint32_t consts[4] = {0xCE00CE00u, 0xDC20DC20u, 0xCE00CE00u, 0xDC20DC20u};
   const float zero[4] = {0.f, 0.f, 0.f, 0.f};
   int slot = 0;
   uint32_t parity = 0;
   for (int u = begin; u < end;) {
     const int first_of_run = u == begin;
-    {
-      const segment g = find_segment(view, prefix, u);
-      prepare_segment<D>(p, g, query, merge, nt, end >= g.first_unit + g.n_units);
-      if (threadIdx.x == 0) *shared_segment = g;
+    if (!first_of_run) {
+      g = find_segment(view, prefix, u);
+      if (FUSED) head_angles<D>(p.a.rope, g.len - 1, lane, angle);
     }
-    consumer_sync();
+    if (FUSED) prepare_segment<D>(p, g, query, merge, nt, angle);
+    if (threadIdx.x == 0) *shared_segment = g;
+    segment_sync<FUSED>();
     const volatile segment *vs = shared_segment;
     const int last_unit = vs->first_unit + vs->n_units - 1, stop = min(end, last_unit + 1);
+    if (FUSED && warp >= WARPS) { /* the codes are handed over */
+      u = stop;
+      segment_sync<FUSED>();
+      continue;
+    }
     uint32_t q[D / 16][2];
     float seed[D / 32][2]; /* offsets of rows g: -24 sum q; rows g+8 have 11 times as much */
+    if (FUSED) {
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      uint2 v = lds64(smem_addr(query) + (gq * D + k * 16 + t * 4) * 2);
-      q[k][0] = v.x, q[k][1] = v.y;
+      for (int k = 0; k < D / 16; k++) {
+        uint2 v = lds64(smem_addr(query) + (gq * D + k * 16 + t * 4) * 2);
+        q[k][0] = v.x, q[k][1] = v.y;
+      }
+    } else {
+      const __half *src = (const __half *)p.a.q + ((size_t)vs->row * view.n_heads + vs->head * gqa + gq) * D + t * 4;
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        uint2 v = gq < gqa ? __ldcg((const uint2 *)(src + k * 16)) : make_uint2(0, 0);
+        q[k][0] = v.x, q[k][1] = v.y;
+      }
     }
 #pragma unroll
     for (int c = 0; c < D / 32; c++) {
@@ -397,7 +495,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attn_de
       const uint32_t tile = ring + slot * C::TILE;
       bar_wait(full + slot * 8, parity);
       const int token0 = (vs->first_page + u - vs->first_unit) * K_PAGE_TOKENS, len = vs->len;
-      if (u == last_unit && warp == ((len - 1) & (K_PAGE_TOKENS - 1)) >> 4)
+      if (FUSED && u == last_unit && warp == ((len - 1) & (K_PAGE_TOKENS - 1)) >> 4)
         patch_tile<D>(tile, tile_of<D>(view, *shared_segment, u), nt, (len - 1) & (K_PAGE_TOKENS - 1), lane);
       attend_page<D>(st, q, seed, tile, warp, lane, vs->lo - token0, len - token0, p.score_scale);
       __syncwarp();
@@ -407,7 +505,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attn_de
     spill_state<D>(st, merge, warp, lane);
     consumer_sync();
     flush_segment<D>(p, *shared_segment, merge, flag, n_units, n_ctas, first_of_run);
-    consumer_sync();
+    segment_sync<FUSED>();
   }
 #endif
 }
@@ -423,23 +521,29 @@ extern "C" bool k_attn_decode_takes(enum k_kv_codec codec, int32_t head_dim, int
   return codec == K_KV_INT4 && (head_dim == 64 || head_dim == 128) && n_heads % n_kv_heads == 0 && n_heads / n_kv_heads <= K_MAX_GQA;
 }
 
-extern "C" int32_t k_attn_decode_grid(int32_t n_sm) { return n_sm * CTAS_PER_SM; }
+/* Fused steps are small: fewer CTAs leave room beside the GEMMs before and after, and fewer parts to merge. */
+extern "C" int32_t k_attn_decode_grid(int32_t n_sm, int32_t n_seqs, bool is_fused) { return is_fused ? n_seqs <= 2 ? n_sm : 2 * n_sm : n_sm * CTAS_PER_SM; }
 
 extern "C" size_t k_attn_decode_workspace_bytes(int32_t n_sm, int32_t head_dim) {
   return (size_t)n_sm * CTAS_PER_SM * 2 * 8 * (head_dim + 4) * sizeof(float);
 }
 
 extern "C" int sits_k_attn_decode_init(void) {
-  int e = prepare_kernel(attn_decode_int4_kernel<64>, smem_bytes<64>(MAX_SEQS));
-  return e ? e : prepare_kernel(attn_decode_int4_kernel<128>, smem_bytes<128>(MAX_SEQS));
+  int e = prepare_kernel(attn_decode_int4_kernel<64, true>, smem_bytes<64>(MAX_SEQS));
+  if (!e) e = prepare_kernel(attn_decode_int4_kernel<64, false>, smem_bytes<64>(MAX_SEQS));
+  if (!e) e = prepare_kernel(attn_decode_int4_kernel<128, true>, smem_bytes<128>(MAX_SEQS));
+  return e ? e : prepare_kernel(attn_decode_int4_kernel<128, false>, smem_bytes<128>(MAX_SEQS));
+}
+
+template <int D, bool FUSED> static int launch_decode(const k_attn_decode &a, int32_t n_sm, k_stream at) {
+  const params p = {a, 1.4426950408889634f / sqrtf((float)D)};
+  const dim3 grid(k_attn_decode_grid(n_sm, a.kv.n_seqs, FUSED)), block(FUSED ? FUSED_THREADS : THREADS);
+  return launch_kernel(attn_decode_int4_kernel<D, FUSED>, grid, block, smem_bytes<D>(a.kv.n_seqs), (cudaStream_t)at.stream, at.pdl, p);
 }
 
 extern "C" int sits_k_attn_decode(const struct k_attn_decode *a, int32_t n_sm, struct k_stream at) {
   const k_kv_view &v = a->kv;
   if (!k_attn_decode_takes(v.codec, v.head_dim, v.n_heads, v.n_kv_heads) || v.n_seqs < 1 || v.n_seqs > MAX_SEQS) return cudaErrorInvalidValue;
-  params p = {*a, 1.4426950408889634f / sqrtf((float)v.head_dim)};
-  const dim3 grid(k_attn_decode_grid(n_sm)), block(THREADS);
-  cudaStream_t stream = (cudaStream_t)at.stream;
-  return v.head_dim == 64 ? launch_kernel(attn_decode_int4_kernel<64>, grid, block, smem_bytes<64>(v.n_seqs), stream, at.pdl, p)
-                          : launch_kernel(attn_decode_int4_kernel<128>, grid, block, smem_bytes<128>(v.n_seqs), stream, at.pdl, p);
+  if (v.head_dim == 64) return a->q ? launch_decode<64, false>(*a, n_sm, at) : launch_decode<64, true>(*a, n_sm, at);
+  return a->q ? launch_decode<128, false>(*a, n_sm, at) : launch_decode<128, true>(*a, n_sm, at);
 }

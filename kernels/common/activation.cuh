@@ -1,5 +1,4 @@
-/* Writing one row of an activation in the form that the next GEMM reads (struct k_act): the CTA passes the row's values twice, once for
- * the scale and once to store. `get(c)` gives eight values from column c on. */
+/* Writing one row of an activation, held in the registers of a CTA, in the form that the next GEMM reads (struct k_act). */
 #ifndef SITS_KERNELS_ACTIVATION_CUH
 #define SITS_KERNELS_ACTIVATION_CUH
 
@@ -9,16 +8,6 @@
 #include "kernels.h"
 
 struct vec8 { float v[8]; };
-
-SITS_DEV float block_reduce(float v, float *scratch, bool is_max) {
-  v = is_max ? warp_max(v) : warp_sum(v);
-  __syncthreads();
-  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
-  __syncthreads();
-  float r = scratch[0];
-  for (int i = 1; i < (int)(blockDim.x >> 5); i++) r = is_max ? fmaxf(r, scratch[i]) : r + scratch[i];
-  return r;
-}
 
 SITS_DEV uint32_t pack_s8(const float *v, float inv) {
   uint32_t r = 0;
@@ -33,50 +22,49 @@ SITS_DEV uint32_t pack_e4m3(const float *v, float inv) {
   return r;
 }
 
-/* All threads of the CTA; `width` a multiple of 8 (checked by the launchers); pads up to whole blocks are written as zeros. */
-template <class G> SITS_DEV void store_activation(const k_act &out, int row, int width, float *scratch, G get) {
-  const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
+/* Eight values from column c of row `row`, already known scale; columns from width on are zeros. */
+SITS_DEV void store_eight(const k_act &out, int row, int padded, int c, vec8 x, float inv) {
   if (out.form == K_ACT_FRAG_F16) {
-    for (int c = threadIdx.x * 8; c < width; c += blockDim.x * 8) {
-      vec8 x = get(c);
 #pragma unroll
-      for (int i = 0; i < 8; i++) ((__half *)out.data)[k_frag_index(out.tile, c + i, row)] = __float2half_rn(fminf(fmaxf(x.v[i], -65504.f), 65504.f));
-    }
-    return;
-  }
-  if (out.form == K_ACT_ROW_F16) {
-    for (int c = threadIdx.x * 8; c < padded; c += blockDim.x * 8) {
-      vec8 x = c < width ? get(c) : vec8{};
-      uint4 v;
+    for (int i = 0; i < 8; i++) ((__half *)out.data)[k_frag_index(out.tile, c + i, row)] = __float2half_rn(fminf(fmaxf(x.v[i], -65504.f), 65504.f));
+  } else if (out.form == K_ACT_ROW_F16) {
+    uint4 v;
 #pragma unroll
-      for (int i = 0; i < 8; i++) x.v[i] = fminf(fmaxf(x.v[i], -65504.f), 65504.f);
-      v.x = pack_half2(x.v[0], x.v[1]), v.y = pack_half2(x.v[2], x.v[3]), v.z = pack_half2(x.v[4], x.v[5]), v.w = pack_half2(x.v[6], x.v[7]);
-      *(uint4 *)((__half *)out.data + (size_t)row * padded + c) = v;
-    }
-    return;
-  }
-  float top = 0.f;
-  for (int c = threadIdx.x * 8; c < width; c += blockDim.x * 8) {
-    vec8 x = get(c);
+    for (int i = 0; i < 8; i++) x.v[i] = fminf(fmaxf(x.v[i], -65504.f), 65504.f);
+    v.x = pack_half2(x.v[0], x.v[1]), v.y = pack_half2(x.v[2], x.v[3]), v.z = pack_half2(x.v[4], x.v[5]), v.w = pack_half2(x.v[6], x.v[7]);
+    *(uint4 *)((__half *)out.data + (size_t)row * padded + c) = v;
+  } else if (out.form == K_ACT_TILE_S8) {
+    const int n = row % out.tile, n_blocks = padded / K_GROUP, chunk = ((c & 127) >> 4) ^ (n & 7);
+    const size_t block = (size_t)(row / out.tile) * n_blocks + (c >> 7);
+    *(uint2 *)((uint8_t *)out.data + (block * out.tile + n) * 128 + chunk * 16 + (c & 8)) = make_uint2(pack_s8(x.v, inv), pack_s8(x.v + 4, inv));
+  } else *(uint2 *)((uint8_t *)out.data + (size_t)row * padded + c) = make_uint2(pack_e4m3(x.v, inv), pack_e4m3(x.v + 4, inv));
+}
+
+/* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N. top: largest magnitude of the row
+ * times `factor`. Fragments have no padding columns to clear. */
+template <int N> SITS_DEV void store_row(const k_act &out, int row, int width, const vec8 (&x)[N], float factor, float top) {
+  const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
+  const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f, inv = top > 0.f ? levels / top : 0.f;
+  if (out.scale && threadIdx.x == 0) out.scale[row] = top / levels;
 #pragma unroll
-    for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(x.v[i]));
+  for (int k = 0; k < N; k++) {
+    const int c = (threadIdx.x + k * blockDim.x) * 8;
+    if (c >= padded || (c >= width && out.form == K_ACT_FRAG_F16)) continue;
+    vec8 v = x[k];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v.v[i] *= factor;
+    store_eight(out, row, padded, c, v, inv);
   }
-  top = block_reduce(top, scratch, true);
-  const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f, scale = top / levels, inv = top > 0.f ? levels / top : 0.f;
-  if (threadIdx.x == 0) out.scale[row] = scale;
-  for (int c = threadIdx.x * 8; c < padded; c += blockDim.x * 8) {
-    vec8 x = c < width ? get(c) : vec8{};
-    uint2 v;
-    if (out.form == K_ACT_TILE_S8) {
-      v.x = pack_s8(x.v, inv), v.y = pack_s8(x.v + 4, inv);
-      const int n = row % out.tile, n_blocks = padded / K_GROUP, chunk = ((c & 127) >> 4) ^ (n & 7);
-      const size_t block = (size_t)(row / out.tile) * n_blocks + (c >> 7);
-      *(uint2 *)((uint8_t *)out.data + (block * out.tile + n) * 128 + chunk * 16 + (c & 8)) = v;
-    } else {
-      v.x = pack_e4m3(x.v, inv), v.y = pack_e4m3(x.v + 4, inv);
-      *(uint2 *)((uint8_t *)out.data + (size_t)row * padded + c) = v;
-    }
-  }
+}
+
+/* Sum of a and maximum of b over the CTA (at most 32 warps), one barrier. scratch: 64 floats. */
+SITS_DEV float2 reduce_sum_max(float a, float b, float *scratch) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = blockDim.x >> 5;
+  a = warp_sum(a), b = warp_max(b);
+  if (lane == 0) scratch[warp] = a, scratch[32 + warp] = b;
+  __syncthreads();
+  a = lane < n ? scratch[lane] : 0.f, b = lane < n ? scratch[32 + lane] : 0.f;
+  return make_float2(warp_sum(a), warp_max(b));
 }
 
 #endif

@@ -6,8 +6,8 @@
  *       stage (4 column blocks)   | block 0 | block 1 | block 2 | block 3 |   warps 0-3 take even stages, warps 4-7 odd ones
  *   The finisher sums the 8 partial tiles through shared memory while the consumers are already in the next tile.
  * Shared memory: barriers 1 KiB; M = 1: all of x (2 K bytes); partial tiles n_red * 8 * 16 MT * M * 4; ring of stages of
- *   MT * 4 * unit (8.4 KiB at MT = 2) + (M > 1) 4 * 256 M bytes of x. At most 111 KiB, half an SM, so that the next kernel's CTAs fit
- *   beside this one and fill their rings while it drains. At most 88 registers for the same reason.
+ *   MT * 4 * unit (8.4 KiB at MT = 2) + (M > 1) 4 * 256 M bytes of x. 115 or 111 KiB, half an SM, so that the next kernel's CTAs fit
+ *   beside this one and fill their rings while it drains (200 KiB at M = 16). At most 88 registers for the same reason.
  * Pipeline: full[s] counts the stage's bytes, empty[s] the 4 warps that used it; the ring length is even because a warp sees every second
  *   stage only. Weights are requested before the grid dependency opens, the first two stages at once and the rest at a pace, so that they
  *   do not stand in the way of the predecessor's last loads or of x; x, norms, residuals only after grid_wait.
@@ -27,7 +27,9 @@
 namespace {
 
 constexpr int CONSUMERS = 8, STAGE_BLOCKS = 4, WARP_WEIGHT = 8, WARP_X = 9, WARP_FINISH = 10, THREADS = 352;
-constexpr int HALF_SM_BYTES = 111 * 1024, MAX_STAGES = 24;
+/* Kernels that follow each other in a step ask for 115 and 111 KiB in turn: one of each fits an SM, two of the larger kind do not, so the
+ * CTAs of a kernel spread evenly over the SMs. */
+constexpr int LARGE_BYTES = 115 * 1024, SMALL_BYTES = 111 * 1024, FULL_BYTES = 200 * 1024, MAX_STAGES = 24;
 
 template <int M, int MT, int FORMAT> struct shape {
   static constexpr int NT = (M + 7) / 8;
@@ -70,69 +72,75 @@ template <class C> SITS_DEV smem_map map_smem(uint32_t base, int n_blocks, int m
   return s;
 }
 
-/* One 128-column block of one warp: total[mt][nt] += scales * (products - offsets). */
+/* One 128-column block of one warp: total[mt][nt] += scales * (products - offsets). All loads are issued first. */
 template <int M, int MT, int FORMAT>
 SITS_DEV void block_products(float total[MT][(M + 7) / 8][4], uint32_t w_addr, uint32_t x_addr, int lane) {
   using C = shape<M, MT, FORMAT>;
-  constexpr int NT = C::NT;
+  constexpr int NT = C::NT, W_NEXT = STAGE_BLOCKS * C::UNIT;
   const int g = lane >> 2;
   const float zero[4] = {0.f, 0.f, 0.f, 0.f};
   const uint32_t lo = FORMAT == K_W4_G128 ? 0xCE00CE00u : 0xCC00CC00u; /* -24 or -16 */
   const uint32_t hi = FORMAT == K_W4_G128 ? 0xDC20DC20u : 0xDC00DC00u; /* -264 or -256 */
   const uint32_t offsets[4] = {lo, hi, lo, hi};
   float acc[MT][NT][4], seed[NT][4];
+  uint32_t w[MT][8], b[4][NT][4], scale[MT];
 #pragma unroll
-  for (int c = 0; c < 2; c++) {
-    uint32_t w[MT][4];
+  for (int i = 0; i < MT; i++) {
+    if (FORMAT == K_W4_G128) scale[i] = lds32(w_addr + i * W_NEXT + K_W4_NIBBLE_BYTES + g * 4);
 #pragma unroll
-    for (int i = 0; i < MT; i++) {
-      uint4 v = lds128(w_addr + i * (STAGE_BLOCKS * C::UNIT) + c * 512 + lane * 16);
-      w[i][0] = v.x, w[i][1] = v.y, w[i][2] = v.z, w[i][3] = v.w;
+    for (int c = 0; c < 2; c++) {
+      uint4 v = lds128(w_addr + i * W_NEXT + c * 512 + lane * 16);
+      w[i][c * 4] = v.x, w[i][c * 4 + 1] = v.y, w[i][c * 4 + 2] = v.z, w[i][c * 4 + 3] = v.w;
     }
+  }
+  auto load_b = [&](int s) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) { /* 32-column step s = 2 c + h */
-      const int s = c * 2 + h;
-      const bool fresh = FORMAT == K_W4_G32M || s == 0;
-      uint32_t b[NT][4];
+    for (int n = 0; n < NT; n++) {
+      uint4 v = lds128(x_addr + s * (64 * M) + n * 512);
+      b[s][n][0] = v.x, b[s][n][1] = v.y, b[s][n][2] = v.z, b[s][n][3] = v.w;
+    }
+  };
+  constexpr bool B_FIRST = MT < 3; /* three row tiles leave no registers for it */
+  if (B_FIRST)
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        uint4 v = lds128(x_addr + s * (64 * M) + n * 512);
-        b[n][0] = v.x, b[n][1] = v.y, b[n][2] = v.z, b[n][3] = v.w;
+    for (int s = 0; s < 4; s++) load_b(s);
+#pragma unroll
+  for (int s = 0; s < 4; s++) { /* 32 columns each */
+    const bool fresh = FORMAT == K_W4_G32M || s == 0;
+    if (!B_FIRST) load_b(s);
+#pragma unroll
+    for (int q = 0; q < 2; q++) {
+#pragma unroll
+      for (int n = 0; n < NT; n++) mma_f16(seed[n], offsets, b[s][n][q * 2], b[s][n][q * 2 + 1], fresh && q == 0 ? zero : seed[n]);
+#pragma unroll
+      for (int i = 0; i < MT; i++) {
+        uint32_t a[4];
+        fold_nibbles(w[i][s * 2 + q], a);
+#pragma unroll
+        for (int n = 0; n < NT; n++) mma_f16(acc[i][n], a, b[s][n][q * 2], b[s][n][q * 2 + 1], fresh && q == 0 ? zero : acc[i][n]);
       }
+    }
+    if (FORMAT == K_W4_G32M) {
 #pragma unroll
-      for (int q = 0; q < 2; q++) {
+      for (int i = 0; i < MT; i++) {
+        uint2 v = lds64(w_addr + i * W_NEXT + K_W4_NIBBLE_BYTES + s * 64 + g * 8);
+        float2 f0 = half2_to_float2(v.x), f1 = half2_to_float2(v.y); /* {scale, minimum} of rows g and g+8 */
+        f0.y *= -1.f / 16.f; /* seed holds -16 and -256 times the sum of x */
+        f1.y *= -1.f / 256.f;
 #pragma unroll
-        for (int n = 0; n < NT; n++) mma_f16(seed[n], offsets, b[n][q * 2], b[n][q * 2 + 1], fresh && q == 0 ? zero : seed[n]);
+        for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < MT; i++) {
-          uint32_t a[4];
-          fold_nibbles(w[i][h * 2 + q], a);
-#pragma unroll
-          for (int n = 0; n < NT; n++) mma_f16(acc[i][n], a, b[n][q * 2], b[n][q * 2 + 1], fresh && q == 0 ? zero : acc[i][n]);
-        }
-      }
-      if (FORMAT == K_W4_G32M) {
-#pragma unroll
-        for (int i = 0; i < MT; i++) {
-          uint2 v = lds64(w_addr + i * (STAGE_BLOCKS * C::UNIT) + K_W4_NIBBLE_BYTES + s * 64 + g * 8);
-          float2 f0 = half2_to_float2(v.x), f1 = half2_to_float2(v.y); /* {scale, minimum} of rows g and g+8 */
-          f0.y *= -1.f / 16.f; /* seed holds -16 and -256 times the sum of x */
-          f1.y *= -1.f / 256.f;
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-              float2 f = e < 2 ? f0 : f1;
-              total[i][n][e] += f.x * (acc[i][n][e] + seed[n][e]) + f.y * seed[n][e];
-            }
-        }
+          for (int e = 0; e < 4; e++) {
+            float2 f = e < 2 ? f0 : f1;
+            total[i][n][e] += f.x * (acc[i][n][e] + seed[n][e]) + f.y * seed[n][e];
+          }
       }
     }
   }
   if (FORMAT == K_W4_G128) {
 #pragma unroll
     for (int i = 0; i < MT; i++) {
-      float2 f = half2_to_float2(lds32(w_addr + i * (STAGE_BLOCKS * C::UNIT) + K_W4_NIBBLE_BYTES + g * 4));
+      float2 f = half2_to_float2(scale[i]);
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -185,13 +193,35 @@ template <int M, int MT, int FORMAT> SITS_DEV void consume(const params &p, cons
   }
 }
 
-/* 1/rms of token n = lane % M, from the partial sums the predecessor left. */
+/* 1/rms of token n = lane % M, from the partial sums the predecessor left. All loads are in flight together: this runs beside the first
+ * tile's products and must not outlast them. */
 template <int M> SITS_DEV float norm_factor(const params &p, int lane) {
   if (p.x_ssq == nullptr) return 1.f;
+  const int n = p.x_n_ssq * M;
   float sum = 0.f;
-  for (int i = lane; i < p.x_n_ssq * M; i += 32) sum += __ldcg(p.x_ssq + i);
+  if (n % 128 == 0) { /* whole float4s for every lane; a lane's four tokens are the same in each */
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int i = lane; i < n / 4; i += 32) {
+      float4 x = __ldcg((const float4 *)p.x_ssq + i);
+      v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
+    }
+    if (M == 1) sum = warp_sum(v.x + v.y + v.z + v.w);
+    else {
 #pragma unroll
-  for (int d = 16; d >= M; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+      for (int d = 16; d >= M / 4; d >>= 1) {
+        v.x += __shfl_xor_sync(~0u, v.x, d), v.y += __shfl_xor_sync(~0u, v.y, d);
+        v.z += __shfl_xor_sync(~0u, v.z, d), v.w += __shfl_xor_sync(~0u, v.w, d);
+      }
+      const int from = (lane % M) / 4, which = lane & 3;
+      const float x = __shfl_sync(~0u, v.x, from), y = __shfl_sync(~0u, v.y, from), z = __shfl_sync(~0u, v.z, from), w = __shfl_sync(~0u, v.w, from);
+      sum = which == 0 ? x : which == 1 ? y : which == 2 ? z : w;
+    }
+  } else {
+    for (int i = lane; i < n; i += 32) sum += __ldcg(p.x_ssq + i);
+#pragma unroll
+    for (int d = 16; d >= M; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+  }
   return rsqrtf(sum / p.x_width + p.eps);
 }
 
@@ -344,13 +374,13 @@ template <int M, int MT, int FORMAT> int launch_shape(const params &p, const str
   return launch_kernel(gemm_w4a16_kernel<M, MT, FORMAT>, dim3(plan.grid), dim3(THREADS), plan.smem_bytes, (cudaStream_t)at.stream, at.pdl, p);
 }
 
-template <int M, int MT, int FORMAT> void plan_memory(int n_blocks, struct k_w4a16_plan *plan) {
+template <int M, int MT, int FORMAT> void plan_memory(int n_blocks, int output, struct k_w4a16_plan *plan) {
   using C = shape<M, MT, FORMAT>;
-  const int budget = M == 16 ? 200 * 1024 : HALF_SM_BYTES;
+  const int budget = M == 16 ? FULL_BYTES : output == K_OUT_RESIDUAL ? SMALL_BYTES : LARGE_BYTES;
   int stages = (budget - C::fixed_bytes(n_blocks)) / C::STAGE;
   if (stages > MAX_STAGES) stages = MAX_STAGES;
   plan->stages = stages & ~1;
-  plan->smem_bytes = C::fixed_bytes(n_blocks) + plan->stages * C::STAGE;
+  plan->smem_bytes = budget == LARGE_BYTES ? budget : C::fixed_bytes(n_blocks) + plan->stages * C::STAGE;
 }
 
 } // namespace
@@ -364,28 +394,27 @@ extern "C" bool k_w4a16_plan(const struct k_w4a16 *a, int32_t n_sm, struct k_w4a
   const int two = (row_tiles + 1) / 2, three = (row_tiles + 2) / 3;
   const bool wide = plan->m == 1 && a->output != K_OUT_RESIDUAL && a->format == K_W4_G128 && two > n_sm && three <= n_sm;
   plan->row_tiles = wide ? 3 : 2;
-  const int tiles = wide ? three : two;
-  plan->grid = tiles < n_sm ? tiles : n_sm;
+  plan->grid = n_sm; /* also where there are fewer tiles: a CTA without work keeps its SM from taking two of the next kernel */
   plan->pace_cycles = 300;
   const bool g128 = a->format == K_W4_G128;
-  if (wide) plan_memory<1, 3, K_W4_G128>(n_blocks, plan);
-  else if (plan->m == 1 && g128) plan_memory<1, 2, K_W4_G128>(n_blocks, plan);
-  else if (plan->m == 1) plan_memory<1, 2, K_W4_G32M>(n_blocks, plan);
-  else if (plan->m == 8 && g128) plan_memory<8, 2, K_W4_G128>(n_blocks, plan);
-  else if (plan->m == 8) plan_memory<8, 2, K_W4_G32M>(n_blocks, plan);
-  else if (g128) plan_memory<16, 2, K_W4_G128>(n_blocks, plan);
-  else plan_memory<16, 2, K_W4_G32M>(n_blocks, plan);
+  if (wide) plan_memory<1, 3, K_W4_G128>(n_blocks, a->output, plan);
+  else if (plan->m == 1 && g128) plan_memory<1, 2, K_W4_G128>(n_blocks, a->output, plan);
+  else if (plan->m == 1) plan_memory<1, 2, K_W4_G32M>(n_blocks, a->output, plan);
+  else if (plan->m == 8 && g128) plan_memory<8, 2, K_W4_G128>(n_blocks, a->output, plan);
+  else if (plan->m == 8) plan_memory<8, 2, K_W4_G32M>(n_blocks, a->output, plan);
+  else if (g128) plan_memory<16, 2, K_W4_G128>(n_blocks, a->output, plan);
+  else plan_memory<16, 2, K_W4_G32M>(n_blocks, a->output, plan);
   return plan->stages >= 2; /* false: x of one token does not fit beside two stages (more than about 40,000 columns) */
 }
 
 extern "C" int sits_k_w4a16_init(void) {
-  int e = prepare_kernel(gemm_w4a16_kernel<1, 3, K_W4_G128>, HALF_SM_BYTES);
-  if (!e) e = prepare_kernel(gemm_w4a16_kernel<1, 2, K_W4_G128>, HALF_SM_BYTES);
-  if (!e) e = prepare_kernel(gemm_w4a16_kernel<1, 2, K_W4_G32M>, HALF_SM_BYTES);
-  if (!e) e = prepare_kernel(gemm_w4a16_kernel<8, 2, K_W4_G128>, HALF_SM_BYTES);
-  if (!e) e = prepare_kernel(gemm_w4a16_kernel<8, 2, K_W4_G32M>, HALF_SM_BYTES);
-  if (!e) e = prepare_kernel(gemm_w4a16_kernel<16, 2, K_W4_G128>, 200 * 1024);
-  if (!e) e = prepare_kernel(gemm_w4a16_kernel<16, 2, K_W4_G32M>, 200 * 1024);
+  int e = prepare_kernel(gemm_w4a16_kernel<1, 3, K_W4_G128>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<1, 2, K_W4_G128>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<1, 2, K_W4_G32M>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<8, 2, K_W4_G128>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<8, 2, K_W4_G32M>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<16, 2, K_W4_G128>, FULL_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<16, 2, K_W4_G32M>, FULL_BYTES);
   return e;
 }
 

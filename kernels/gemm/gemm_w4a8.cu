@@ -5,8 +5,9 @@
  * Work split: a CTA takes 128 weight rows (two warpgroups of 64), one token tile of N = 16, 32, 64, 96 or 128, and one of n_split equal runs
  *   of column blocks. grid.x = row tile * n_split + split, grid.y = token tile. Split sums go to slabs that the next kernel adds in order.
  * Shared memory: barriers 1 KiB, then stages of `stage_blocks` column blocks: N * 128 bytes of x (1,024-byte aligned) + 8 * 1,056 of weights
- *   each. At most 111 KiB, so that two CTAs (of this or of the next kernel) share an SM.
- * Pipeline: lanes 0-7 of the producer warp each copy one 16-row tile of the stage, lane 8 the activations (after grid_wait; weights before).
+ *   each. At most 113 KiB up to N = 64, so that two CTAs (of this or of the next kernel) share an SM; 220 KiB beyond.
+ * Pipeline: eight lanes of one warp each copy one 16-row tile of the stage; another warp copies the activations (after grid_wait; weights
+ *   before). In one warp the two would wait for each other's barriers.
  *   A warpgroup widens the next block's registers while the wgmmas of the previous block run; one group stays in flight.
  * Numerics: exact integers; one rounding in the epilogue. Bitwise independent of n_split up to the order of n_split f32 additions.
  * Limits: sm_90a; scales must be channel * integer; T any (grid.y). rows a multiple of 16 are stored, others masked.
@@ -18,8 +19,8 @@
 #include "kernels.h"
 
 namespace {
-constexpr int ROWS = 128, ROW_TILES = 8, WARP_LOAD = 8, THREADS = 288, UNIT = K_W4_G128_UNIT, W_BLOCK = ROW_TILES * UNIT;
-constexpr int HALF_SM_BYTES = 111 * 1024, MAX_STAGES = 16;
+constexpr int ROWS = 128, ROW_TILES = 8, WARP_LOAD = 8, WARP_X = 9, THREADS = 320, UNIT = K_W4_G128_UNIT, W_BLOCK = ROW_TILES * UNIT;
+constexpr int HALF_SM_BYTES = 113 * 1024, FULL_SM_BYTES = 220 * 1024, MAX_STAGES = 16;
 
 struct params {
   const uint8_t *weight;
@@ -117,7 +118,11 @@ template <int N> __global__ void __launch_bounds__(THREADS, N <= 64 ? 2 : 1) gem
         bulk_load_hint(ring + slot * stage_bytes + x_stage + lane * (p.stage_blocks * UNIT), w + (size_t)b * UNIT, n * UNIT, full + slot * 8, policy);
         if (++slot == p.stages) slot = 0, parity ^= 1;
       }
-    } else if (lane == 8) {
+    }
+    return;
+  }
+  if (warp == WARP_X) {
+    if (lane == 0) {
       grid_wait();
       const uint8_t *x = p.x + (size_t)blockIdx.y * p.n_blocks * N * 128;
       int slot = 0;
@@ -149,14 +154,13 @@ template <int N> __global__ void __launch_bounds__(THREADS, N <= 64 ? 2 : 1) gem
       const float2 s = half2_to_float2(lds32(w + i * UNIT + K_W4_NIBBLE_BYTES + g * 4));
       widen(a0, w + i * UNIT, lane, multiplier(s.x, inv0, true), multiplier(s.y, inv1, true));
       multiply<N>(d, a0, stage + i * N * 128);
-      wgmma_wait<1>(); /* the other set's group is done */
+      wgmma_wait<1>(); /* the other set's group is done, and with it the stage before this one */
+      if (i == 0 && freed >= 0 && lane == 0) bar_arrive(empty + freed * 8);
       const float2 s2 = half2_to_float2(lds32(w + (i + 1) * UNIT + K_W4_NIBBLE_BYTES + g * 4));
       widen(a1, w + (i + 1) * UNIT, lane, multiplier(s2.x, inv0, has_second), multiplier(s2.y, inv1, has_second));
       multiply<N>(d, a1, stage + (i + 1) * N * 128);
       wgmma_wait<1>();
     }
-    /* The stage before this one is free once its last group is done: all but the newest group. */
-    if (freed >= 0 && lane == 0) bar_arrive(empty + freed * 8);
     freed = slot;
     if (++slot == p.stages) slot = 0, parity ^= 1;
   }
@@ -183,10 +187,10 @@ extern "C" bool k_w4a8_plan(const struct k_w4a8 *a, int32_t n_sm, struct k_w4a8_
   plan->tile = token_tile(a->n_tokens);
   plan->token_tiles = (a->n_tokens + plan->tile - 1) / plan->tile;
   plan->grid_tiles = (a->rows + ROWS - 1) / ROWS;
-  plan->stage_blocks = plan->tile <= 32 ? 4 : 2;
+  plan->stage_blocks = 2;
   const int stage = (plan->stage_blocks * (plan->tile * 128 + W_BLOCK) + 1023) / 1024 * 1024;
-  plan->stages = (HALF_SM_BYTES - 1024) / stage;
-  if (plan->stages < 2) plan->stages = 2;
+  plan->stages = ((plan->tile <= 64 ? HALF_SM_BYTES : FULL_SM_BYTES) - 1024) / stage;
+  if (plan->stages > MAX_STAGES) plan->stages = MAX_STAGES;
   plan->smem_bytes = 1024 + plan->stages * stage;
   /* Smallest split whose last wave of 2 CTAs per SM is at least 85 % full; only slabs can be split. */
   plan->n_split = 1;
@@ -206,8 +210,8 @@ extern "C" int sits_k_w4a8_init(void) {
   int e = prepare_kernel(gemm_w4a8_kernel<16>, HALF_SM_BYTES);
   if (!e) e = prepare_kernel(gemm_w4a8_kernel<32>, HALF_SM_BYTES);
   if (!e) e = prepare_kernel(gemm_w4a8_kernel<64>, HALF_SM_BYTES);
-  if (!e) e = prepare_kernel(gemm_w4a8_kernel<96>, HALF_SM_BYTES);
-  if (!e) e = prepare_kernel(gemm_w4a8_kernel<128>, HALF_SM_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a8_kernel<96>, FULL_SM_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a8_kernel<128>, FULL_SM_BYTES);
   return e;
 }
 

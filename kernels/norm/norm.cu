@@ -1,8 +1,8 @@
 /* h[t][e] += sum_i slab[i][t][e];  out[r] = form(h[t] / sqrt(mean(h[t]^2) + eps) * gain), t = row_token[r] or r.
  *
- * Arguments: struct k_norm (kernels.h). E a multiple of 8.
- * Work split: one CTA of 256 threads per row, eight values a thread and step; the row stays in shared memory as f32 between passes.
- * Shared memory: 4 E + 128 bytes. With row_token the same h row may be read by several CTAs, so the sum is not written back.
+ * Arguments: struct k_norm (kernels.h). E a multiple of 8, at most 16,384.
+ * Work split: one CTA of 512 threads per row, which stays in registers (eight values a piece): one pass, one barrier; the largest magnitude
+ *   for an 8-bit scale is reduced together with the sum of squares. With row_token the same h row may be read by several CTAs, so the sum is not written back.
  * Numerics: f32 throughout, slabs summed in index order, so results depend on nothing but the inputs. Tolerance 1e-3 (f16 out).
  * Cost: E (8 + 4 n_slabs) bytes a row from L2; latency-bound in decode.
  * Links: twin ref_rmsnorm (tests/gpu/gpu_ref.c), test tests/gpu/test_ops.c.
@@ -11,41 +11,54 @@
 #include "common/launch.cuh"
 
 namespace {
-__global__ void __launch_bounds__(256) norm_kernel(const __grid_constant__ k_norm p) {
-  extern __shared__ __align__(16) float row_values[];
-  __shared__ float scratch[8];
+constexpr int THREADS = 512;
+
+/* N: eight-value pieces a thread holds. */
+template <int N> __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ k_norm p) {
+  __shared__ float scratch[64];
   grid_trigger();
-  grid_wait();
   const int r = blockIdx.x, t = p.row_token ? p.row_token[r] : r;
-  float *h = p.h + (size_t)t * p.width;
-  float sum = 0.f;
-  for (int c = threadIdx.x * 4; c < p.width; c += blockDim.x * 4) {
-    float4 v = __ldcg((const float4 *)(h + c));
-    for (int i = 0; i < p.n_slabs; i++) {
-      float4 s = __ldcg((const float4 *)(p.slabs + i * p.slab_stride + (size_t)t * p.width + c));
-      v.x += s.x, v.y += s.y, v.z += s.z, v.w += s.w;
-    }
-    if (p.n_slabs && !p.row_token) *(float4 *)(h + c) = v;
-    *(float4 *)(row_values + c) = v;
-    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-  }
-  const float factor = rsqrtf(block_reduce(sum, scratch, false) / (float)p.width + p.eps);
-  store_activation(p.out, r, p.width, scratch, [&](int c) {
-    vec8 x;
+  vec8 x[N], gain[N];
 #pragma unroll
-    for (int i = 0; i < 8; i++) x.v[i] = row_values[c + i] * factor * p.gain[c + i];
-    return x;
-  });
+  for (int k = 0; k < N; k++) { /* gains do not depend on earlier kernels */
+    const int c = (threadIdx.x + k * THREADS) * 8;
+#pragma unroll
+    for (int i = 0; i < 8; i++) gain[k].v[i] = c < p.width ? __ldg(p.gain + c + i) : 0.f;
+  }
+  grid_wait();
+  float *h = p.h + (size_t)t * p.width, sum = 0.f, top = 0.f;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int c = (threadIdx.x + k * THREADS) * 8;
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[k].v[i] = 0.f;
+    if (c >= p.width) continue;
+    *(float4 *)&x[k].v[0] = __ldcg((const float4 *)(h + c)), *(float4 *)&x[k].v[4] = __ldcg((const float4 *)(h + c) + 1);
+    for (int s = 0; s < p.n_slabs; s++) {
+      const float4 *slab = (const float4 *)(p.slabs + s * p.slab_stride + (size_t)t * p.width + c);
+      const float4 a = __ldcg(slab), b = __ldcg(slab + 1);
+      x[k].v[0] += a.x, x[k].v[1] += a.y, x[k].v[2] += a.z, x[k].v[3] += a.w, x[k].v[4] += b.x, x[k].v[5] += b.y, x[k].v[6] += b.z, x[k].v[7] += b.w;
+    }
+    if (p.n_slabs && !p.row_token) *(float4 *)(h + c) = *(float4 *)&x[k].v[0], *(float4 *)(h + c + 4) = *(float4 *)&x[k].v[4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      sum += x[k].v[i] * x[k].v[i];
+      x[k].v[i] *= gain[k].v[i];
+      top = fmaxf(top, fabsf(x[k].v[i]));
+    }
+  }
+  const float2 all = reduce_sum_max(sum, top, scratch);
+  const float factor = rsqrtf(all.x / (float)p.width + p.eps);
+  store_row<N>(p.out, r, p.width, x, factor, all.y * factor);
 }
 } // namespace
 
 extern "C" int sits_k_norm(const struct k_norm *a, struct k_stream at) {
+  const int pieces = (k_blocks(a->width) * K_GROUP / 8 + THREADS - 1) / THREADS;
+  const dim3 grid(a->n_rows), block(THREADS);
   if (a->width % 8) return cudaErrorInvalidValue;
-  static bool is_ready = false;
-  if (!is_ready) {
-    int e = prepare_kernel(norm_kernel, 200 * 1024);
-    if (e) return e;
-    is_ready = true;
-  }
-  return launch_kernel(norm_kernel, dim3(a->n_rows), dim3(256), (size_t)a->width * 4, (cudaStream_t)at.stream, at.pdl, *a);
+  if (pieces == 1) return launch_kernel(norm_kernel<1>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, *a);
+  if (pieces == 2) return launch_kernel(norm_kernel<2>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, *a);
+  if (pieces <= 4) return launch_kernel(norm_kernel<4>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, *a);
+  return cudaErrorInvalidValue; /* wider than 16,384 */
 }

@@ -24,7 +24,7 @@ SITS_DEV float packed_value(const k_embed &p, int row, int col) {
 }
 
 __global__ void __launch_bounds__(256) embed_kernel(const __grid_constant__ k_embed p) {
-  __shared__ float scratch[8];
+  __shared__ float scratch[64];
   grid_trigger();
   grid_wait();
   const int t = blockIdx.x;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(256) embed_kernel(const __grid_constant__ k_em
     if (p.frag_m) ((__half *)p.next)[k_frag_index(p.frag_m, c, t)] = __float2half_rn(v * p.gain[c]);
   }
   if (!p.frag_m) return;
-  sum = block_reduce(sum, scratch, false);
+  sum = reduce_sum_max(sum, 0.f, scratch).x;
   for (int i = threadIdx.x; i < p.n_ssq; i += blockDim.x) p.ssq[i * p.frag_m + t] = i == 0 ? sum : 0.f;
 }
 } // namespace

@@ -1,7 +1,8 @@
 /* q = rotate(norm(q)); k, v of every token of the step go to their pages in the codec's form.
  *
  * Arguments: struct k_rope_append (kernels.h).
- * Work split: grid.x takes 16 tokens. grid.y < H: one query head, a warp per token. grid.y >= H: one KV head; a token that is the first of
+ * Work split: grid.x takes 16 tokens (up to 512 tokens: one). grid.y first: one query head, a warp per token (few tokens: four heads, a warp
+ *   each). grid.y then: one KV head; a token that is the first of
  *   its 16-token block in this step brings the whole block (up to 16 tokens of one sequence), because int4 words hold nibbles of several
  *   tokens; the others are skipped. Words of a block that the step covers in part keep their other nibbles.
  * Shared memory: 4 warps * D * 4 bytes, and for int4 16 * 2 D codes + scales.
@@ -50,9 +51,20 @@ SITS_DEV void prepare(float *v, const k_rope_append &p, int lane, const float *g
 
 SITS_DEV float saturate(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
 
-SITS_DEV void load_head(float *v, const __half *src, int d, int lane) {
+/* Head `head` (0 .. H+2G-1) of a token's projections. */
+SITS_DEV void load_head(float *v, const k_rope_append &p, int token, int head, int lane) {
+  const int d = p.kv.head_dim;
+  const size_t at = (size_t)token * (p.kv.n_heads + 2 * p.kv.n_kv_heads) * d + head * d;
   __syncwarp();
-  for (int e = lane; e < d; e += 32) v[e] = __half2float(src[e]);
+  for (int e = lane; e < d; e += 32) {
+    float x;
+    if (p.qkv) x = __half2float(__ldcg((const __half *)p.qkv + at + e));
+    else {
+      x = p.bias ? p.bias[head * d + e] : 0.f;
+      for (int i = 0; i < p.n_slabs; i++) x += __ldcg(p.slabs + i * p.slab_stride + at + e);
+    }
+    v[e] = x;
+  }
   __syncwarp();
 }
 
@@ -98,9 +110,9 @@ SITS_DEV void store_words(uint8_t *tile, const uint8_t *codes, int d, int block,
 }
 
 /* If token t0 is the first of its 16-token block in this step: the whole block. The CTA. */
-SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int warp, int lane) {
+SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int head, int warp, int lane) {
   const k_kv_view &kv = p.kv;
-  const int d = kv.head_dim, ld = (kv.n_heads + 2 * kv.n_kv_heads) * d, head = blockIdx.y - kv.n_heads;
+  const int d = kv.head_dim;
   const int s = kv.token_seq[t0];
   if (s < 0) return;
   const int begin = kv.seq_start[s], end = kv.seq_start[s + 1], position = kv.positions[t0];
@@ -111,7 +123,7 @@ SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int
   uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
   for (int i = warp; i < 2 * n; i += 4) {
     const int token = t0 + (i >> 1), is_value = i & 1, slot = slot0 + (i >> 1);
-    load_head(v, (const __half *)p.qkv + (size_t)token * ld + (kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head) * d, d, lane);
+    load_head(v, p, token, kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
     if (!is_value) prepare(v, p, lane, p.k_gain, position + (i >> 1));
     if (kv.codec != K_KV_INT4) {
       store_plain(p, tile, v, slot, is_value, lane);
@@ -130,27 +142,30 @@ SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(128) rope_append_kernel(const __grid_constant__ k_rope_append p) {
+__global__ void __launch_bounds__(128) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta) {
   extern __shared__ __align__(16) float shared[];
   grid_trigger();
   grid_wait();
   const k_kv_view &kv = p.kv;
-  const int d = kv.head_dim, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, ld = (kv.n_heads + 2 * kv.n_kv_heads) * d;
+  const int d = kv.head_dim, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float *v = shared + warp * d;
-  const __half *qkv = (const __half *)p.qkv;
-  if ((int)blockIdx.y < kv.n_heads) {
-    for (int t = blockIdx.x * 16 + warp; t < min((int)blockIdx.x * 16 + 16, kv.n_tokens); t += 4) {
+  const int q_rows = per_cta == 1 ? (kv.n_heads + 3) / 4 : kv.n_heads;
+  if ((int)blockIdx.y < q_rows) {
+    const int first = per_cta == 1 ? blockIdx.x : blockIdx.x * per_cta + warp, end = min((int)(blockIdx.x + 1) * per_cta, kv.n_tokens);
+    const int head = per_cta == 1 ? blockIdx.y * 4 + warp : blockIdx.y;
+    if (head >= kv.n_heads) return;
+    for (int t = first; t < end; t += 4) {
       const int s = kv.token_seq[t];
       if (s < 0) continue;
       if (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1) continue;
-      load_head(v, qkv + (size_t)t * ld + blockIdx.y * d, d, lane);
+      load_head(v, p, t, head, lane);
       prepare(v, p, lane, p.q_gain, kv.positions[t]);
-      for (int e = lane; e < d; e += 32) ((__half *)p.q)[((size_t)t * kv.n_heads + blockIdx.y) * d + e] = __float2half_rn(saturate(v[e]));
+      for (int e = lane; e < d; e += 32) ((__half *)p.q)[((size_t)t * kv.n_heads + head) * d + e] = __float2half_rn(saturate(v[e]));
     }
     return;
   }
   uint8_t *codes = (uint8_t *)(shared + 4 * d); /* [16][2][D] */
-  for (int t = blockIdx.x * 16; t < min((int)blockIdx.x * 16 + 16, kv.n_tokens); t++) append_block(p, v, codes, t, warp, lane);
+  for (int t = blockIdx.x * per_cta; t < min((int)(blockIdx.x + 1) * per_cta, kv.n_tokens); t++) append_block(p, v, codes, t, blockIdx.y - q_rows, warp, lane);
 }
 
 __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ k_kv_gather p) {
@@ -196,8 +211,10 @@ extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream
   const bool is_int4 = a->kv.codec == K_KV_INT4;
   if (d > MAX_D || (is_int4 && (d % 32 || (d & (d - 1))))) return cudaErrorInvalidValue;
   const size_t smem = (size_t)d * 4 * 4 + (is_int4 ? 32 * d : 0);
-  return launch_kernel(rope_append_kernel, dim3((a->kv.n_tokens + 15) / 16, a->kv.n_heads + a->kv.n_kv_heads), dim3(128), smem, (cudaStream_t)at.stream,
-                       at.pdl, *a);
+  /* Few tokens: a CTA per token, so that nothing is done in turn; many: 16 tokens a CTA, or the empty CTAs would cost more than the work. */
+  const int per_cta = a->kv.n_tokens <= 512 ? 1 : 16, q_rows = per_cta == 1 ? (a->kv.n_heads + 3) / 4 : a->kv.n_heads;
+  return launch_kernel(rope_append_kernel, dim3((a->kv.n_tokens + per_cta - 1) / per_cta, q_rows + a->kv.n_kv_heads), dim3(128), smem, (cudaStream_t)at.stream,
+                       at.pdl, *a, per_cta);
 }
 
 extern "C" int sits_k_kv_gather(const struct k_kv_gather *a, struct k_stream at) {

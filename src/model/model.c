@@ -247,6 +247,8 @@ static enum sits_status load(struct model *m, struct sits_error *err)
 
 enum sits_status model_open(const char *path, struct model **out, struct sits_error *err)
 {
+  static const char synthetic[] = "synthetic:";
+  if (strncmp(path, synthetic, sizeof synthetic - 1) == 0) return model_synthetic(path + sizeof synthetic - 1, out, err);
   struct model *m = mem_calloc(1, sizeof *m);
   if (!m) return sits_fail(err, SITS_NOMEM, "%s: out of memory", name_path_tail(path));
   enum sits_status status = source_open(path, &m->source, err);
@@ -261,6 +263,7 @@ void model_close(struct model *m)
   if (!m) return;
   mem_free(m->layers);
   mem_free(m->rope_inv_freq);
-  source_close(m->source);
+  mem_free(m->synthetic);
+  if (m->source) source_close(m->source);
   mem_free(m);
 }

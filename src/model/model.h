@@ -60,10 +60,13 @@ struct model {
   float *rope_inv_freq;                            /* [rope_dims/2] f32, scaling applied; owned */
   float rope_magnitude;                            /* multiplies cos and sin (yarn); 1 otherwise */
   struct model_layer *layers;                      /* [L], owned */
+  struct sits_utd *synthetic;                      /* owned weights without data, of a model without a file; else NULL */
 };
 
 /* Open and check shapes and types of every weight. Errors name the key or tensor. */
 enum sits_status model_open(const char *path, struct model **out, struct sits_error *err) SITS_MUST_CHECK;
+/* A model without a file, named "llama3-8b" and the like: shapes only, weights with data NULL. model_open takes it as "synthetic:NAME". */
+enum sits_status model_synthetic(const char *name, struct model **out, struct sits_error *err) SITS_MUST_CHECK;
 void model_close(struct model *model);
 const char *model_arch_name(enum model_arch arch);
 

@@ -186,7 +186,7 @@ static double compare_out(const struct world *w, const struct step *st, const fl
 }
 
 static void run_rope_append(struct world *w, struct step *st) {
-  struct k_rope_append a = {w->view, w->rope, st->dev_qkv, w->dev_q_gain, w->dev_k_gain, 1e-6f, st->dev_q, false};
+  struct k_rope_append a = {.kv = w->view, .rope = w->rope, .qkv = st->dev_qkv, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f, .q = st->dev_q};
   gpu_check_call(sits_k_rope_append(&a, gpu_stream()), "sits_k_rope_append");
 }
 
@@ -213,12 +213,14 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
   verdict(error < 3e-3, "%s %s: any attention %.2e", c->name, what, error);
 }
 
-static void run_decode(struct world *w, struct step *st, const char *what, int32_t frag_m) {
+/* fused: rotation and append inside the kernel; else sits_k_rope_append first. */
+static void run_decode(struct world *w, struct step *st, const char *what, int32_t frag_m, bool fused) {
   const struct config *c = &w->c;
   const size_t n_kv = (size_t)c->kv_heads * w->capacity * c->dim, n_out = (size_t)st->n_tokens * c->heads * c->dim;
   const size_t bytes = frag_m ? (size_t)k_blocks(c->heads * c->dim) * 128 * frag_m * 2 : n_out * 2;
   float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
-  struct k_attn_decode a = {.kv = w->view, .rope = w->rope, .qkv = st->dev_qkv, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f,
+  if (!fused) run_rope_append(w, st);
+  struct k_attn_decode a = {.kv = w->view, .rope = w->rope, .q = fused ? NULL : st->dev_q, .qkv = st->dev_qkv, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f,
                             .out = gpu_alloc(bytes), .frag_m = frag_m, .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, c->dim)),
                             .counters = gpu_zeros((size_t)N_SEQS * c->kv_heads * 4)};
   gpu_check_call(sits_k_attn_decode(&a, n_sm, gpu_stream()), "sits_k_attn_decode");
@@ -239,9 +241,9 @@ static void run_config(struct config c) {
   st = make_step(&w, more);
   run_prefill(&w, &st, "second chunk", more);
   if (k_attn_decode_takes(c.codec, c.dim, c.heads, c.kv_heads)) {
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 6; i++) {
       st = make_step(&w, one);
-      run_decode(&w, &st, i ? "decode again" : "decode", i == 1 ? 8 : i == 2 ? 16 : 0);
+      run_decode(&w, &st, i % 2 ? "decode" : "fused decode", i % 3 == 1 ? 8 : i % 3 == 2 ? 16 : 0, i % 2 == 0);
     }
   }
   gpu_release_all();

@@ -160,7 +160,7 @@ static bool make_workspaces(struct backend_program *p)
   ok = ok && (p->q = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
   ok = ok && (p->attn = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
   ok = ok && (p->gate_up = cuda_memory_alloc(b, p, t * (size_t)layer->gate_up->rows * 2)) != NULL;
-  ok = ok && (p->slabs = cuda_memory_alloc(b, p, most(t, small * 8) * (size_t)d->n_embd * sizeof(float))) != NULL;
+  ok = ok && (p->slabs = cuda_memory_alloc(b, p, most(t * (size_t)d->n_embd, small * 8 * most((size_t)d->n_embd, (size_t)layer->qkv->rows)) * sizeof(float))) != NULL;
   ok = ok && (p->expanded = cuda_memory_alloc(b, p, expanded)) != NULL;
   ok = ok && (p->logits = cuda_memory_alloc(b, p, (r + 16) * (size_t)p->head->rows * sizeof(float))) != NULL;
   ok = ok && (p->host_logits = cuda_pinned_alloc(b, p, r * (size_t)p->head->rows * sizeof(float))) != NULL;

@@ -177,7 +177,7 @@ enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *
     }
     if (status == SITS_OK) status = lt_multiply(p, w, n, weight, x, is_f32, y, at);
   }
-  if (status == SITS_OK && w->bias != NULL) {
+  if (status == SITS_OK && w->bias != NULL && output != CUDA_GEMM_SLABS) { /* whoever adds the sums adds the bias */
     if (output != CUDA_GEMM_F16) return CUDA_CALL(p->backend, cudaErrorNotSupported); /* compile refuses such programs */
     status = CUDA_CALL(p->backend, sits_k_add_bias(y, w->bias, n, w->rows, at));
   }

@@ -8,6 +8,7 @@
 #include "backend/cuda/cuda_internal.h"
 
 #define TRY(call) do { const enum sits_status try_status = (call); if (try_status != SITS_OK) return try_status; } while (0)
+#define FUSED_SEQS 8 /* largest decode batch whose attention kernel rotates and appends by itself */
 #define LAUNCH(call) TRY(CUDA_CALL(p->backend, call))
 
 static struct k_kv_view view_of(const struct backend_program *p, const struct backend_kv *kv, const struct cuda_step *step, int32_t layer)
@@ -25,10 +26,12 @@ bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_
   return p->backend->compute_major == 9 && k_attn_decode_takes(kv->codec, d->head_dim, d->n_heads, d->n_kv_heads);
 }
 
-static enum sits_status decode_attention(struct backend_program *p, const struct k_kv_view *view, const struct cuda_layer *layer, int32_t frag_m, void *out, struct k_stream at)
+/* q: rotated queries, the tokens being appended already; NULL: everything from p->qkv in one kernel. */
+static enum sits_status decode_attention(struct backend_program *p, const struct k_kv_view *view, const struct cuda_layer *layer, const void *q, int32_t frag_m, void *out,
+                                         struct k_stream at)
 {
-  const struct k_attn_decode a = {.kv = *view, .rope = p->rope, .qkv = p->qkv, .q_gain = layer->q_gain, .k_gain = layer->k_gain, .eps = p->program->dims.rms_eps, .out = out,
-                                  .frag_m = frag_m, .workspace = p->attn_workspace, .counters = p->attn_counters};
+  const struct k_attn_decode a = {.kv = *view, .rope = p->rope, .q = q, .qkv = p->qkv, .q_gain = layer->q_gain, .k_gain = layer->k_gain, .eps = p->program->dims.rms_eps,
+                                  .out = out, .frag_m = frag_m, .workspace = p->attn_workspace, .counters = p->attn_counters};
   return CUDA_CALL(p->backend, sits_k_attn_decode(&a, p->backend->n_sm, at));
 }
 
@@ -75,20 +78,25 @@ static enum sits_status gathered_attention(struct backend_program *p, struct bac
   return SITS_OK;
 }
 
-/* p->qkv -> rows in p->attn, or fragments in frag_a when frag_m > 0. */
-static enum sits_status attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, int32_t l, int32_t frag_m, void *frag, struct k_stream at)
+/* p->qkv (or n_slabs sums in p->slabs) -> rows in p->attn, or fragments in frag_a when frag_m > 0. */
+static enum sits_status attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, int32_t l, int32_t n_slabs, int32_t frag_m, void *frag,
+                                  struct k_stream at)
 {
   const struct cuda_layer *layer = &p->layers[l];
   const struct k_kv_view view = view_of(p, kv, step, l);
   const bool has_fast_decode = cuda_has_fast_decode(p, kv);
-  if (step->is_decode && has_fast_decode) return decode_attention(p, &view, layer, frag_m, frag_m ? frag : p->attn, at);
-  const struct k_rope_append append = {view, p->rope, p->qkv, layer->q_gain, layer->k_gain, p->program->dims.rms_eps, p->q, has_fast_decode};
+  if (step->is_decode && has_fast_decode && n_slabs == 0 && step->n_seqs <= FUSED_SEQS)
+    return decode_attention(p, &view, layer, NULL, frag_m, frag_m ? frag : p->attn, at);
+  const struct k_rope_append append = {.kv = view, .rope = p->rope, .qkv = n_slabs > 0 ? NULL : p->qkv, .slabs = p->slabs, .bias = layer->qkv->bias, .n_slabs = n_slabs,
+                                       .slab_stride = (int64_t)step->n_tokens * layer->qkv->rows, .q_gain = layer->q_gain, .k_gain = layer->k_gain,
+                                       .eps = p->program->dims.rms_eps, .q = p->q};
   LAUNCH(sits_k_rope_append(&append, at));
+  if (step->is_decode && has_fast_decode) return decode_attention(p, &view, layer, p->q, frag_m, frag_m ? frag : p->attn, at);
   if (k_attn_prefill_takes(view.head_dim)) {
     bool has_single = false;
     for (int32_t s = 0; s < step->batch->n_seqs; s++) has_single = has_single || step->batch->seq_start[s + 1] - step->batch->seq_start[s] == 1;
     TRY(gathered_attention(p, kv, step, &view, has_fast_decode, at));
-    if (has_fast_decode && has_single) TRY(decode_attention(p, &view, layer, 0, p->attn, at));
+    if (has_fast_decode && has_single) TRY(decode_attention(p, &view, layer, p->q, 0, p->attn, at));
   } else {
     const struct k_attn_any any = {view, p->q, p->attn};
     LAUNCH(sits_k_attn_any(&any, at));
@@ -157,7 +165,7 @@ static enum sits_status run_fast(struct backend_program *p, struct backend_kv *k
     gate_up.output = K_OUT_SWIGLU, gate_up.next = p->frag_f[i];
     with_residual(&down, p, i, l + 1 < n_layers ? p->layers[l + 1].attn_gain : p->final_gain);
     LAUNCH(sits_k_w4a16(&qkv, n_sm, at));
-    TRY(attention(p, kv, step, l, m, p->frag_a[i], at));
+    TRY(attention(p, kv, step, l, 0, m, p->frag_a[i], at));
     LAUNCH(sits_k_w4a16(&o, n_sm, at));
     LAUNCH(sits_k_w4a16(&gate_up, n_sm, at));
     LAUNCH(sits_k_w4a16(&down, n_sm, at));
@@ -190,8 +198,9 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
     struct k_act x = cuda_gemm_form(p, layer->qkv, n);
     enum k_act_source source;
     TRY(norm(p, step, n_slabs, layer->attn_gain, &x, at));
-    TRY(cuda_gemm(p, layer->qkv, n, &x, CUDA_GEMM_F16, p->qkv, NULL, NULL, at));
-    TRY(attention(p, kv, step, l, 0, NULL, at));
+    const bool is_split = x.form == K_ACT_TILE_S8;
+    TRY(cuda_gemm(p, layer->qkv, n, &x, is_split ? CUDA_GEMM_SLABS : CUDA_GEMM_F16, p->qkv, &n_slabs, NULL, at));
+    TRY(attention(p, kv, step, l, is_split ? n_slabs : 0, 0, NULL, at));
     x = cuda_gemm_form(p, layer->o, n);
     if (x.form == K_ACT_ROW_F16 && heads % K_GROUP == 0) x.data = p->attn;
     else {

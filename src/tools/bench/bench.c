@@ -11,6 +11,7 @@
 static const struct { const char *name; int (*run)(int argc, char **argv); const char *help; } commands[] = {
     {"throughput", bench_throughput, "prefill and decode speed of a model on this machine's backend, no server"},
     {"simulate", bench_simulate, "the planner's policies on a request trace and a modelled device, in virtual time"},
+    {"kernels", bench_kernels, "each CUDA kernel at the shapes of a Llama-3-8B step, against the memory rate of the same run"},
     {"serve", bench_serve, "load on a running server: time to first token, inter-token latency, throughput"},
 };
 enum { N_COMMANDS = sizeof commands / sizeof commands[0] };

@@ -11,6 +11,7 @@
 #include "sits2026/status.h"
 
 int bench_throughput(int argc, char **argv);
+int bench_kernels(int argc, char **argv); /* [file for the result] */
 int bench_serve(int argc, char **argv);
 int bench_simulate(int argc, char **argv);
 

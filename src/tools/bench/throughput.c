@@ -14,9 +14,9 @@
 #include "engine/runner.h"
 
 struct throughput_options {
-  const char *model, *device, *isa, *kv_cache_dtype, *prefill, *batch, *json;
+  const char *model, *device, *isa, *recipe, *kv_cache_dtype, *prefill, *batch, *json;
   int64_t threads, context, steps, repeat, max_batch_tokens;
-  bool unfused;
+  bool unfused, sample, no_graphs;
 };
 
 #define AT(field) offsetof(struct throughput_options, field)
@@ -24,6 +24,9 @@ static const struct option_spec specs[] = {
     {"model", OPTION_STRING, AT(model), "", 0, 0, "", 0, NULL, "Options", "Model file or directory."},
     {"device", OPTION_ENUM, AT(device), "auto", 0, 0, "", 0, "auto|cpu|cuda", "Options", "Backend."},
     {"isa", OPTION_ENUM, AT(isa), "auto", 0, 0, "", 0, "auto|scalar|avx2|avx512", "Options", "CPU instruction set."},
+    {"recipe", OPTION_ENUM, AT(recipe), "auto", 0, 0, "", 0, "auto|w4a16|w4a8", "Options", "Activations beside 4-bit weights (CUDA)."},
+    {"sample", OPTION_BOOL, AT(sample), "false", 0, 0, "", 0, NULL, "Options", "Draw tokens on the device (greedy) instead of fetching logits."},
+    {"no-graphs", OPTION_BOOL, AT(no_graphs), "false", 0, 0, "", 0, NULL, "Options", "Launch kernels one by one (CUDA)."},
     {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4", "Options", "Cache codec."},
     {"prefill", OPTION_STRING, AT(prefill), "512", 0, 0, "", 0, NULL, "Options", "Prompt lengths, comma separated; none: \"\"."},
@@ -43,7 +46,9 @@ struct steps {
   const struct runner *runner;
   struct backend_batch batch;
   int32_t *tokens, *positions, *seq_start, *kv_len, *table, *rows;
+  struct backend_sample *sample; /* NULL: fetch logits */
   int32_t pages_per_seq;
+  int64_t device_us;           /* of the last step */
 };
 
 static void steps_fini(struct steps *steps)
@@ -54,9 +59,11 @@ static void steps_fini(struct steps *steps)
   mem_free(steps->kv_len);
   mem_free(steps->table);
   mem_free(steps->rows);
+  mem_free(steps->sample);
 }
 
-static bool steps_init(struct steps *steps, const struct runner *runner, int64_t most_tokens, int64_t most_seqs, int32_t pages_per_seq)
+static bool steps_init(struct steps *steps, const struct runner *runner, int64_t most_tokens, int64_t most_seqs, int32_t pages_per_seq,
+                       bool wants_sample)
 {
   size_t t = (size_t)(most_tokens > most_seqs ? most_tokens : most_seqs), s = (size_t)most_seqs;
   *steps = (struct steps){.runner = runner, .pages_per_seq = pages_per_seq};
@@ -66,6 +73,10 @@ static bool steps_init(struct steps *steps, const struct runner *runner, int64_t
   steps->kv_len = mem_calloc(s, sizeof(int32_t));
   steps->table = mem_calloc(s * (size_t)pages_per_seq, sizeof(int32_t));
   steps->rows = mem_calloc(s, sizeof(int32_t));
+  if (wants_sample) {
+    steps->sample = mem_calloc(s, sizeof *steps->sample); /* temperature 0 */
+    if (!steps->sample) return false;
+  }
   if (!steps->tokens || !steps->positions || !steps->seq_start || !steps->kv_len || !steps->table || !steps->rows) return false;
   for (size_t i = 0; i < s * (size_t)pages_per_seq; i++) steps->table[i] = (int32_t)i;
   return true;
@@ -89,6 +100,7 @@ static int64_t run_step(struct steps *steps, int32_t first_seq, int32_t n_seqs, 
   struct backend_batch batch = {
       .n_tokens = n_seqs * n_new, .n_seqs = n_seqs, .n_rows = n_seqs, .tokens = steps->tokens, .positions = steps->positions,
       .seq_start = steps->seq_start, .kv_len = steps->kv_len, .row_token = steps->rows, .table_stride = steps->pages_per_seq,
+      .sample = steps->sample,
       .block_table = steps->table + (size_t)first_seq * (size_t)steps->pages_per_seq};
   struct backend_result result;
   int64_t start_us = clock_monotonic_us();
@@ -98,6 +110,7 @@ static int64_t run_step(struct steps *steps, int32_t first_seq, int32_t n_seqs, 
     fprintf(stderr, "a step failed: %s\n", sits_status_info(status)->text);
     return -1;
   }
+  steps->device_us = result.compute_us;
   return clock_monotonic_us() - start_us;
 }
 
@@ -131,16 +144,18 @@ static json_t *measure_decode(struct steps *steps, const struct throughput_optio
 {
   for (int32_t s = 0; s < n_seqs; s++)
     if (read_prompt(steps, s, (int32_t)options->context, (int32_t)options->max_batch_tokens) < 0) return NULL;
+  double device_us = 0;
   for (int64_t i = 0; i < options->steps; i++) {
     int64_t us = run_step(steps, 0, n_seqs, (int32_t)(options->context + i), 1);
     if (us < 0) return NULL;
     times[i] = (double)us;
+    device_us += (double)steps->device_us / (double)options->steps;
   }
   double p50 = bench_percentile(times, options->steps, 50), p99 = bench_percentile(times, options->steps, 99);
-  fprintf(stderr, "decode batch %4d: %10.1f tokens/s  (step p50 %.3f ms, p99 %.3f ms)\n", n_seqs, n_seqs / p50 * 1e6, p50 / 1e3,
-          p99 / 1e3);
-  return json_pack("{s:i, s:I, s:f, s:f, s:f}", "batch", n_seqs, "context", (json_int_t)options->context, "tokens_per_s",
-                   n_seqs / p50 * 1e6, "step_p50_ms", p50 / 1e3, "step_p99_ms", p99 / 1e3);
+  fprintf(stderr, "decode batch %4d: %10.1f tokens/s  (step p50 %.3f ms, p99 %.3f ms, device mean %.3f ms)\n", n_seqs, n_seqs / p50 * 1e6,
+          p50 / 1e3, p99 / 1e3, device_us / 1e3);
+  return json_pack("{s:i, s:I, s:f, s:f, s:f, s:f}", "batch", n_seqs, "context", (json_int_t)options->context, "tokens_per_s",
+                   n_seqs / p50 * 1e6, "step_p50_ms", p50 / 1e3, "step_p99_ms", p99 / 1e3, "device_ms", device_us / 1e3);
 }
 
 static int64_t largest(const int64_t *values, int n)
@@ -166,7 +181,7 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   int64_t most_tokens = options->max_batch_tokens > most_seqs ? options->max_batch_tokens : most_seqs;
   struct runner_options open = {
       .model_path = options->model, .device = options->device, .kv_codec = options->kv_cache_dtype, .unfused = options->unfused,
-      .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .max_batch_tokens = (int32_t)most_tokens,
+      .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .recipe = options->recipe, .no_graphs = options->no_graphs, .max_batch_tokens = (int32_t)most_tokens,
                   .max_seqs = (int32_t)most_seqs}};
   int status = 1;
   if (runner_open(&runner, &open, &err) || runner_kv_create(&runner, (int32_t)most_seqs * pages_per_seq, &err)) {
@@ -176,7 +191,7 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   struct backend_info info;
   runner.vtable->info(runner.backend, &info);
   fprintf(stderr, "%s on %s, cache %s\n", options->model, info.name, kv_codec_name(runner.codec));
-  if (!times || !steps_init(&steps, &runner, most_tokens, most_seqs, pages_per_seq)) goto done;
+  if (!times || !steps_init(&steps, &runner, most_tokens, most_seqs, pages_per_seq, options->sample && runner.vtable->can_sample)) goto done;
   for (int i = 0; i < n_prompts; i++)
     if (json_array_append_new(prefill, measure_prefill(&steps, options, (int32_t)prompts[i]))) goto done;
   for (int i = 0; i < n_batches; i++)

@@ -1,0 +1,340 @@
+/* sits2026-bench kernels: every CUDA kernel at the shapes of a Llama-3-8B step, against the memory rate measured in the same run.
+ *
+ * A figure is the median over graph replays of a chain of the kernel over distinct weights or pages (nothing stays in the L2 that would not in
+ * a real step), divided by the chain's length; "serial" is plain stream order, "pdl" joins launches by programmatic edges. Bytes are those the
+ * kernel must move; percent is bytes over time against the rate of a plain streaming read.
+ */
+#include "tools/bench/bench.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#ifdef SITS_HAVE_CUDA
+#include <cuda_runtime_api.h>
+
+#include "base/mem.h"
+#include "kernels.h"
+
+enum { LAYERS = 32, E = 4096, F = 14336, H = 32, G = 8, D = 128, V = 128256, REPLAYS = 11, MOST_TOKENS = 128, KV_GIB = 8 };
+
+struct lab {
+  cudaStream_t stream;
+  int32_t n_sm;
+  int failed;                      /* first CUDA error */
+  double read_tb_s;
+  uint8_t *weights, *kv;
+  void *weight[LAYERS][4], *head;
+  float *channel, *h, *gain, *ssq, *f32, *workspace, *act_scale;
+  void *frag[3], *wide, *act;
+  int32_t *ints, *counters, *table;
+  int32_t table_stride;
+  json_t *rows;
+};
+
+static const int32_t rows_of[4] = {(H + 2 * G) * D, E, 2 * F, E}, cols_of[4] = {E, H * D, E, F};
+static const char *const name_of[4] = {"qkv", "o", "gate_up", "down"};
+
+static void check(struct lab *lab, int e, const char *what)
+{
+  if (!e || lab->failed) return;
+  lab->failed = e;
+  fprintf(stderr, "sits2026-bench kernels: %s: %s\n", what, cudaGetErrorString((cudaError_t)e));
+}
+
+static void *take(struct lab *lab, size_t bytes)
+{
+  void *p = NULL;
+  check(lab, cudaMalloc(&p, bytes), "cudaMalloc");
+  if (p) check(lab, cudaMemset(p, 0, bytes), "cudaMemset");
+  return p;
+}
+
+static size_t weight_bytes(int32_t rows, int32_t cols) { return (size_t)k_row_tiles(rows) * (size_t)k_blocks(cols) * K_W4_G128_UNIT; }
+
+static void make(struct lab *lab)
+{
+  size_t total = weight_bytes(V, E);
+  for (int i = 0; i < 4; i++) total += LAYERS * weight_bytes(rows_of[i], cols_of[i]);
+  lab->weights = take(lab, total);
+  lab->channel = take(lab, (size_t)V * 4);
+  uint8_t *at = lab->weights;
+  for (int l = 0; l < LAYERS && !lab->failed; l++)
+    for (int i = 0; i < 4; i++) {
+      const struct k_fill_w4 fill = {at, K_W4_G128, rows_of[i], cols_of[i], 0.002f, (uint32_t)(l * 4 + i), lab->channel};
+      check(lab, sits_k_fill_w4(&fill, (struct k_stream){(struct CUstream_st *)lab->stream, false}), "fill");
+      lab->weight[l][i] = at;
+      at += weight_bytes(rows_of[i], cols_of[i]);
+    }
+  lab->head = at;
+  const struct k_fill_w4 fill = {at, K_W4_G128, V, E, 0.002f, 99, lab->channel};
+  if (!lab->failed) check(lab, sits_k_fill_w4(&fill, (struct k_stream){(struct CUstream_st *)lab->stream, false}), "fill");
+  lab->h = take(lab, (size_t)MOST_TOKENS * E * 4);
+  lab->gain = take(lab, (size_t)F * 4);
+  lab->ssq = take(lab, 128 * 16 * 4);
+  lab->f32 = take(lab, (size_t)MOST_TOKENS * V * 4);
+  lab->wide = take(lab, (size_t)MOST_TOKENS * 2 * F * 4);
+  lab->act = take(lab, (size_t)MOST_TOKENS * F * 2);
+  lab->act_scale = take(lab, MOST_TOKENS * 4);
+  for (int i = 0; i < 3; i++) lab->frag[i] = take(lab, (size_t)16 * F * 2);
+  lab->workspace = take(lab, k_attn_decode_workspace_bytes(lab->n_sm, D));
+  lab->counters = take(lab, MOST_TOKENS * G * 4);
+  lab->kv = take(lab, (size_t)KV_GIB << 30);
+  lab->ints = take(lab, 16 * 1024);
+  lab->table_stride = 1024;
+  lab->table = take(lab, (size_t)MOST_TOKENS * 1024 * 4);
+  if (!lab->failed) check(lab, sits_k_fill_f32(lab->gain, F, 1.f, (struct k_stream){(struct CUstream_st *)lab->stream, false}), "fill");
+}
+
+typedef void (*body_fn)(struct lab *lab, const void *arg, bool pdl);
+
+static double median_us(struct lab *lab, body_fn body, const void *arg, bool pdl)
+{
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t exec = NULL;
+  cudaEvent_t a = NULL, b = NULL;
+  double times[REPLAYS] = {0};
+  if (lab->failed) return 0;
+  check(lab, cudaStreamBeginCapture(lab->stream, cudaStreamCaptureModeThreadLocal), "capture");
+  body(lab, arg, pdl);
+  check(lab, cudaStreamEndCapture(lab->stream, &graph), "capture");
+  if (!lab->failed) check(lab, cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+  check(lab, cudaEventCreate(&a), "event");
+  check(lab, cudaEventCreate(&b), "event");
+  for (int i = -2; i < REPLAYS && !lab->failed; i++) {
+    float ms = 0;
+    check(lab, cudaEventRecord(a, lab->stream), "event");
+    check(lab, cudaGraphLaunch(exec, lab->stream), "graph");
+    check(lab, cudaEventRecord(b, lab->stream), "event");
+    check(lab, cudaEventSynchronize(b), "replay");
+    check(lab, cudaEventElapsedTime(&ms, a, b), "event");
+    if (i >= 0) times[i] = ms * 1e3;
+  }
+  if (exec) cudaGraphExecDestroy(exec);
+  if (graph) cudaGraphDestroy(graph);
+  if (a) cudaEventDestroy(a);
+  if (b) cudaEventDestroy(b);
+  return bench_percentile(times, REPLAYS, 50);
+}
+
+/* One line and one JSON row. bytes and operations of one link of the chain. */
+static void report(struct lab *lab, const char *name, body_fn body, const void *arg, int links, double bytes, double operations)
+{
+  const double serial = median_us(lab, body, arg, false) / links, pdl = median_us(lab, body, arg, true) / links;
+  if (lab->failed) return;
+  const double floor_us = bytes / lab->read_tb_s / 1e6, percent = pdl > 0 ? 100 * floor_us / pdl : 0;
+  fprintf(stderr, "%-34s serial %9.2f us  pdl %9.2f us  %8.2f MB  %5.1f %% of read rate  %7.1f TOPS\n", name, serial, pdl, bytes / 1e6, percent, operations / pdl / 1e6);
+  json_array_append_new(lab->rows, json_pack("{s:s, s:f, s:f, s:f, s:f, s:f}", "kernel", name, "serial_us", serial, "pdl_us", pdl, "bytes", bytes, "percent_of_read", percent,
+                                             "tops", operations / pdl / 1e6));
+}
+
+/* ---- few tokens ---- */
+
+struct decode_arg { int32_t n_tokens, which; bool has_attention; int32_t context; }; /* which: 0..3 one GEMM, 4 head, 5 the chain */
+
+static struct k_stream at_of(const struct lab *lab, bool pdl) { return (struct k_stream){(struct CUstream_st *)lab->stream, pdl}; }
+
+static void launch_w4a16(struct lab *lab, int layer, int which, int32_t n, bool pdl)
+{
+  struct k_w4a16 a = {.weight = which == 4 ? lab->head : lab->weight[layer][which], .rows = which == 4 ? V : rows_of[which], .cols = which == 4 ? E : cols_of[which], .n_tokens = n,
+                      .x = lab->frag[which == 3 ? 2 : which == 1 ? 1 : 0], .x_width = E, .eps = 1e-5f, .x_n_ssq = E / 32};
+  if (which == 0 || which == 2 || which == 4) a.x_ssq = lab->ssq;
+  a.output = which == 0 ? K_OUT_F16 : which == 4 ? K_OUT_F32 : which == 2 ? K_OUT_SWIGLU : K_OUT_RESIDUAL;
+  a.y = which == 0 ? lab->wide : which == 4 ? (void *)lab->f32 : (void *)lab->h;
+  a.ld = which == 0 ? rows_of[0] : which == 4 ? V : E;
+  a.next = which == 2 ? lab->frag[2] : lab->frag[0];
+  a.gain = lab->gain, a.ssq = lab->ssq;
+  check(lab, sits_k_w4a16(&a, lab->n_sm, at_of(lab, pdl)), "w4a16");
+}
+
+static void launch_attention(struct lab *lab, int layer, int32_t n_seqs, int32_t frag_m, bool pdl)
+{
+  const int64_t tile = k_kv_tile_bytes(K_KV_INT4, D);
+  const struct k_attn_decode a = {.kv = {.pool = lab->kv, .page_bytes = tile * G * LAYERS, .codec = K_KV_INT4, .layer = layer, .n_heads = H, .n_kv_heads = G, .head_dim = D,
+                                         .n_tokens = n_seqs, .n_seqs = n_seqs, .seq_start = lab->ints, .kv_len = lab->ints + 512, .positions = lab->ints + 1024,
+                                         .token_seq = lab->ints + 1536, .block_table = lab->table, .table_stride = lab->table_stride},
+                                  .rope = {lab->gain, 1.f, D, false}, .q = n_seqs > 8 ? lab->act : NULL, .qkv = lab->wide, .eps = 1e-5f,   .out = frag_m ? lab->frag[1] : lab->wide, .frag_m = frag_m,
+                                  .workspace = lab->workspace, .counters = lab->counters};
+  check(lab, sits_k_attn_decode(&a, lab->n_sm, at_of(lab, pdl)), "attention");
+}
+
+static void launch_append(struct lab *lab, int layer, int32_t n_seqs, bool pdl)
+{
+  const int64_t tile = k_kv_tile_bytes(K_KV_INT4, D);
+  const struct k_rope_append a = {.kv = {.pool = lab->kv, .page_bytes = tile * G * LAYERS, .codec = K_KV_INT4, .layer = layer, .n_heads = H, .n_kv_heads = G, .head_dim = D,
+                                         .n_tokens = n_seqs, .n_seqs = n_seqs, .seq_start = lab->ints, .kv_len = lab->ints + 512, .positions = lab->ints + 1024,
+                                         .token_seq = lab->ints + 1536, .block_table = lab->table, .table_stride = lab->table_stride},
+                                  .rope = {lab->gain, 1.f, D, false}, .qkv = lab->wide, .eps = 1e-5f, .q = lab->act};
+  check(lab, sits_k_rope_append(&a, at_of(lab, pdl)), "append");
+}
+
+static void decode_body(struct lab *lab, const void *arg, bool pdl)
+{
+  const struct decode_arg *a = arg;
+  if (a->which == 4) {
+    for (int l = 0; l < 4; l++) launch_w4a16(lab, 0, 4, a->n_tokens, pdl);
+    return;
+  }
+  for (int l = 0; l < LAYERS; l++)
+    for (int i = 0; i < 4; i++) {
+      if (a->which != 5 && a->which != i) continue;
+      launch_w4a16(lab, l, i, a->n_tokens, pdl);
+      if (a->which == 5 && i == 0 && a->has_attention && a->n_tokens > 8) launch_append(lab, l, a->n_tokens, pdl);
+      if (a->which == 5 && i == 0 && a->has_attention) launch_attention(lab, l, a->n_tokens, k_w4a16_tokens(a->n_tokens), pdl);
+    }
+  if (a->which == 5) launch_w4a16(lab, 0, 4, a->n_tokens, pdl);
+}
+
+/* n sequences of `context` tokens with pages in scattered order. */
+static void set_batch(struct lab *lab, int32_t n, int32_t context)
+{
+  static int32_t host[2048], table[MOST_TOKENS * 1024];
+  const int32_t pages = (context + 63) / 64, total = (int32_t)(((int64_t)KV_GIB << 30) / ((int64_t)k_kv_tile_bytes(K_KV_INT4, D) * G * LAYERS));
+  for (int32_t s = 0; s < n; s++) {
+    host[s] = s, host[512 + s] = context, host[1024 + s] = context - 1, host[1536 + s] = s;
+    for (int32_t i = 0; i < pages; i++) table[s * 1024 + i] = (int32_t)(((int64_t)(s * pages + i) * 7919) % total);
+  }
+  host[n] = n;
+  check(lab, cudaMemcpy(lab->ints, host, sizeof host, cudaMemcpyHostToDevice), "copy");
+  check(lab, cudaMemcpy(lab->table, table, sizeof table, cudaMemcpyHostToDevice), "copy");
+}
+
+static void few_tokens(struct lab *lab)
+{
+  char name[64];
+  static const int32_t tokens[] = {1, 8, 16};
+  for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
+    double all = (double)weight_bytes(V, E);
+    for (int i = 0; i < 5; i++) {
+      const struct decode_arg arg = {tokens[t], i, false, 0};
+      const double bytes = i == 4 ? (double)weight_bytes(V, E) : (double)weight_bytes(rows_of[i], cols_of[i]);
+      snprintf(name, sizeof name, "w4a16 T=%d %s", tokens[t], i == 4 ? "lm_head" : name_of[i]);
+      report(lab, name, decode_body, &arg, i == 4 ? 4 : LAYERS, bytes, 0);
+      if (i < 4) all += LAYERS * bytes;
+    }
+    const struct decode_arg chain = {tokens[t], 5, false, 0}, with = {tokens[t], 5, true, 1024};
+    snprintf(name, sizeof name, "w4a16 T=%d all GEMMs of a step", tokens[t]);
+    report(lab, name, decode_body, &chain, 1, all, 0);
+    set_batch(lab, tokens[t], 1024);
+    snprintf(name, sizeof name, "the same with attention at 1024");
+    report(lab, name, decode_body, &with, 1, all + (double)tokens[t] * 1024 * 36864, 0);
+  }
+}
+
+/* ---- decode attention ---- */
+
+static void attention_body(struct lab *lab, const void *arg, bool pdl)
+{
+  const struct decode_arg *a = arg;
+  for (int l = 0; l < LAYERS; l++) {
+    if (a->which == 1) launch_append(lab, l, a->n_tokens, pdl);
+    launch_attention(lab, l, a->n_tokens, 0, pdl);
+  }
+}
+
+static void attention(struct lab *lab)
+{
+  static const int32_t cases[][2] = {{1, 1024}, {8, 1024}, {32, 1024}, {64, 1024}, {128, 1024}, {1, 2048}, {32, 2048}, {64, 2048}, {4, 4096}, {4, 8192}, {4, 16384}, {4, 32768}};
+  char name[64];
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const struct decode_arg arg = {cases[i][0], 0, true, cases[i][1]};
+    set_batch(lab, cases[i][0], cases[i][1]);
+    snprintf(name, sizeof name, "attention int4 %d x %d", cases[i][0], cases[i][1]);
+    if (cases[i][0] == 64 || cases[i][0] == 32) {
+      const struct decode_arg both = {cases[i][0], 1, true, cases[i][1]};
+      report(lab, "  rotation and append, then", attention_body, &both, LAYERS, (double)cases[i][0] * cases[i][1] * 1152, 0);
+    }
+    report(lab, name, attention_body, &arg, LAYERS, (double)cases[i][0] * cases[i][1] * 1152, (double)cases[i][0] * cases[i][1] * H * D * 4);
+  }
+}
+
+/* ---- 17 and more tokens ---- */
+
+static void w4a8_body(struct lab *lab, const void *arg, bool pdl)
+{
+  const struct decode_arg *a = arg;
+  for (int l = 0; l < LAYERS; l++) {
+    const int i = a->which;
+    const struct k_w4a8 g = {.weight = lab->weight[l][i], .channel = lab->channel, .rows = rows_of[i], .cols = cols_of[i], .n_tokens = a->n_tokens, .x = lab->act,
+                             .x_scale = lab->act_scale, .output = i == 2 ? K_W4A8_SWIGLU : K_W4A8_SLAB_F32, .y = i == 2 ? lab->wide : (void *)lab->f32,
+                             .ld = i == 2 ? F : rows_of[i], .slab_stride = (int64_t)a->n_tokens * rows_of[i]};
+    check(lab, sits_k_w4a8(&g, lab->n_sm, at_of(lab, pdl)), "w4a8");
+  }
+}
+
+static void norm_body(struct lab *lab, const void *arg, bool pdl)
+{
+  const struct decode_arg *a = arg;
+  const struct k_norm norm = {lab->h, lab->f32, 4, (int64_t)a->n_tokens * E, lab->gain, 1e-5f, a->n_tokens, E, NULL, {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens)}};
+  const struct k_convert convert = {K_SRC_F16, lab->wide, F, a->n_tokens, F, {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens)}};
+  for (int l = 0; l < LAYERS; l++)
+    if (a->which == 0) check(lab, sits_k_norm(&norm, at_of(lab, pdl)), "norm");
+    else check(lab, sits_k_convert(&convert, at_of(lab, pdl)), "convert");
+}
+
+static void sample_body(struct lab *lab, const void *arg, bool pdl)
+{
+  const struct decode_arg *a = arg;
+  const struct k_sample sample = {lab->f32, a->n_tokens, V, V, NULL, lab->ints + 3000, NULL};
+  for (int l = 0; l < 4; l++) check(lab, sits_k_sample(&sample, at_of(lab, pdl)), "sample");
+}
+
+static void many_tokens(struct lab *lab)
+{
+  static const int32_t tokens[] = {16, 32, 64, 128};
+  char name[64];
+  for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
+    for (int i = 0; i < 4; i++) {
+      const struct decode_arg arg = {tokens[t], i, false, 0};
+      snprintf(name, sizeof name, "w4a8 T=%d %s", tokens[t], name_of[i]);
+      report(lab, name, w4a8_body, &arg, LAYERS, (double)weight_bytes(rows_of[i], cols_of[i]), 2.0 * tokens[t] * rows_of[i] * cols_of[i]);
+    }
+    struct decode_arg arg = {tokens[t], 0, false, 0};
+    snprintf(name, sizeof name, "norm + 4 slabs -> s8, T=%d", tokens[t]);
+    report(lab, name, norm_body, &arg, LAYERS, (double)tokens[t] * E * 25, 0);
+    arg.which = 1;
+    snprintf(name, sizeof name, "convert F -> s8, T=%d", tokens[t]);
+    report(lab, name, norm_body, &arg, LAYERS, (double)tokens[t] * F * 3, 0);
+    snprintf(name, sizeof name, "greedy sampling, T=%d", tokens[t]);
+    report(lab, name, sample_body, &arg, 4, (double)tokens[t] * V * 4, 0);
+  }
+}
+
+static void read_body(struct lab *lab, const void *arg, bool pdl)
+{
+  (void)arg, (void)pdl;
+  check(lab, sits_k_read(lab->kv, (int64_t)KV_GIB << 30, (uint32_t *)lab->ints, lab->n_sm, at_of(lab, false)), "read");
+}
+
+int bench_kernels(int argc, char **argv)
+{
+  struct lab lab = {.rows = json_array()};
+  int device = 0;
+  check(&lab, cudaGetDevice(&device), "device");
+  if (!lab.failed) check(&lab, cudaDeviceGetAttribute(&lab.n_sm, cudaDevAttrMultiProcessorCount, device), "device");
+  if (!lab.failed) check(&lab, cudaStreamCreate(&lab.stream), "stream");
+  if (!lab.failed) check(&lab, sits_k_w4a16_init(), "init");
+  if (!lab.failed) check(&lab, sits_k_w4a8_init(), "init");
+  if (!lab.failed) check(&lab, sits_k_attn_decode_init(), "init");
+  if (!lab.failed) make(&lab);
+  if (!lab.failed) {
+    const double us = median_us(&lab, read_body, NULL, false);
+    lab.read_tb_s = us > 0 ? (double)((int64_t)KV_GIB << 30) / us / 1e6 : 1;
+    fprintf(stderr, "streaming read: %.3f TB/s\n", lab.read_tb_s);
+    few_tokens(&lab);
+    attention(&lab);
+    many_tokens(&lab);
+  }
+  json_t *out = bench_header("kernels", argc, argv);
+  json_object_update_new(out, json_pack("{s:s, s:f, s:O}", "device", "cuda", "read_tb_per_s", lab.read_tb_s, "kernels", lab.rows));
+  json_decref(lab.rows);
+  const bool ok = bench_write_json(out, argc > 1 ? argv[1] : NULL);
+  return lab.failed || !ok;
+}
+#else
+int bench_kernels(int argc, char **argv)
+{
+  (void)argc, (void)argv;
+  fprintf(stderr, "sits2026-bench kernels: this build has no CUDA kernels\n");
+  return 1;
+}
+#endif
