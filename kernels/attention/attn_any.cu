@@ -1,4 +1,5 @@
-/* out[t][h] = softmax(q . K / sqrt(D)) V over the pages, for every codec and every head size up to 256: the path for models whose shapes the
+/* out[t][h] = softmax(q . K / sqrt(D)) V over the pages, for every codec and every head size up to 256: the path for models whose shapes
+ * the
  * tensor-core kernels do not take.
  *
  * Arguments: struct k_attn_any (kernels.h); pages written by sits_k_rope_append.

@@ -1,18 +1,26 @@
-/* out[s][h] = softmax(q . K / sqrt(D)) V for one new token per sequence over int4 pages. A sequence's tokens are 0 .. kv_len-1, the last one
+/* out[s][h] = softmax(q . K / sqrt(D)) V for one new token per sequence over int4 pages. A sequence's tokens are 0 .. kv_len-1, the last
+ * one
  * being the new token. Fused form (q = NULL): rotation of q and k, quantisation and append of the new token's k and v included; else q is
  * rotated already and the token appended (sits_k_rope_append): better from about nine sequences on, where a CTA walks several segments.
  *
  * Arguments: struct k_attn_decode (kernels.h). qkv f16 written by the previous kernel; pages by earlier steps.
- * Work split: the unit is one page of one KV head (D = 128: 9,216 bytes, one bulk copy). Units are ordered by sequence, head, page and cut
- *   into equal runs, one per CTA; the cut is computed by every CTA from kv_len, so one captured grid serves all lengths. A run of units of
- *   one (sequence, head) is a segment part. Four warps take 16 of a page's 64 tokens each, the query heads of the group fill N = 8.
- * Shared memory: barriers 256, prefix sums 4 (S+1), merge buffer 4 * 8 * (D+4) * 4 (16.9 KiB at D = 128), new token 1.5 KiB, ring of
+ * Work split: the unit is one page of one KV head (D = 128: 9,216 bytes, one bulk copy); the pages of a (sequence, head) are a segment.
+ * Where
+ *   there are fewer segments than CTAs, segments are cut into parts of at most q pages, a CTA takes one part (q as small as fits); else
+ *   units in the order sequence, head, page are cut into equal runs. The cut is computed by every CTA from kv_len, so one captured grid
+ *   serves all lengths. Four warps take 16 of a page's 64 tokens each, the query heads of the group fill N = 8.
+ * Shared memory: barriers 256, prefix sums 8 (S+2), merge buffer 4 * 8 * (D+4) * 4 (16.9 KiB at D = 128), new token 1.5 KiB, ring of
  *   NSTAGE tiles (36 KiB): three CTAs per SM at <= 128 registers.
- * Pipeline: page copies start before the grid dependency opens (pages of earlier steps do not depend on it; not fused, a sequence's last page
- *   waits for the append). Fused, the new token never travels through global memory here: the warp that owns its 16-token block patches the tile in shared memory and stores the same words to the page.
- * Numerics: keys and values as folded nibbles (16+q, 256+q), offsets taken off by products with constant rows; K scales on the f32 scores,
- *   V scales on the f16 probabilities; running maximum in f32, base-2 exponentials; parts are merged in CTA order by the last to arrive, so
- *   results do not depend on timing. Empty and masked positions have probability exactly 0. Tolerance against the f64 twin 5e-4 of the norm.
+ * Pipeline: page copies start before the grid dependency opens (pages of earlier steps do not depend on it; not fused, a sequence's last
+ * page
+ *   waits for the append). Fused, the new token never travels through global memory here: the warp that owns its 16-token block patches
+ *   the tile in shared memory and stores the same words to the page.
+ * Numerics: keys and values as folded nibbles (16+q, 256+q), offsets taken off by products with constant rows; K scales on the f32
+ * scores,
+ *   V scales on the f16 probabilities; running maximum in f32, base-2 exponentials; parts are merged in CTA order by the last to arrive,
+ *   so
+ *   results do not depend on timing. Empty and masked positions have probability exactly 0. Tolerance against the f64 twin 5e-4 of the
+ *   norm.
  * Limits: D 64 or 128, H/G <= 8, S <= 1024, sm_90; anything else goes to attn_any.
  * Cost: 72 D + ... = 9,216 bytes per page and head; bound by device memory from about 20 MB a layer, by latency below.
  * History: a separate merge kernel cost 3 us a layer; 4 CTAs per SM spill.
@@ -40,38 +48,104 @@ template <int D> struct shape {
 
 #if SITS_SM90
 
-struct run { int unit, end, n_units, n_ctas; };
-
-/* prefix[s] = units before sequence s. Sequences with more than one token in the step count none. */
-SITS_DEV void scan_units(const k_kv_view &kv, int *prefix) {
-  const int lane = threadIdx.x & 31;
-  int carry = 0;
-  for (int base = 0; base < kv.n_seqs; base += 32) {
-    int s = base + lane, n = 0;
-    if (s < kv.n_seqs && kv.seq_start[s + 1] - kv.seq_start[s] == 1) {
-      int len = kv.kv_len[s], first = kv.window > 0 && len > kv.window ? (len - kv.window) / K_PAGE_TOKENS : 0;
-      n = ((len + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS - first) * kv.n_kv_heads;
-    }
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-      int o = __shfl_up_sync(~0u, n, d);
-      if (lane >= d) n += o;
-    }
-    if (s < kv.n_seqs) prefix[s + 1] = carry + n;
-    carry += __shfl_sync(~0u, n, 31);
-  }
-  if (lane == 0) prefix[0] = 0;
+SITS_DEV int pages_of(const k_kv_view &kv, int s) {
+  if (s >= kv.n_seqs || kv.seq_start[s + 1] - kv.seq_start[s] != 1) return 0;
+  const int len = kv.kv_len[s], first = kv.window > 0 && len > kv.window ? (len - kv.window) / K_PAGE_TOKENS : 0;
+  return (len + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS - first;
 }
 
-struct segment { int seq, row, head, first_unit, n_units, len, first_page, lo; }; /* row of q and out; lo: first visible token */
+/* Smallest number of pages a CTA must take so that every segment can be cut into whole parts of its own, at most `n_ctas` of them in all;
+ * 0: there are more segments than CTAs. A warp; the answer is the same in all lanes. */
+SITS_DEV int pages_per_part(const k_kv_view &kv, int total_units, int n_ctas) {
+  const int lane = threadIdx.x & 31;
+  int q = max(1, (total_units + n_ctas - 1) / n_ctas);
+  for (int tries = 0; tries < 24; tries++) {
+    int parts = 0, most = 0;
+    for (int s = lane; s < kv.n_seqs; s += 32) {
+      const int n = pages_of(kv, s);
+      parts += (n + q - 1) / q, most = max(most, n);
+    }
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) parts += __shfl_xor_sync(~0u, parts, d), most = max(most, __shfl_xor_sync(~0u, most, d));
+    if (parts * kv.n_kv_heads <= n_ctas) return q;
+    if (q >= most) return 0;
+    q = min(most, q + max(1, q / 8));
+  }
+  return 0;
+}
+
+/* prefix[s] = units before sequence s. Sequences with more than one token in the step count none. Also what pages_per_part says, in
+ * prefix[S + 1], and the parts before each sequence then, in prefix[S + 2 + s]. One warp. */
+SITS_DEV void scan_units(const k_kv_view &kv, int *prefix, int n_ctas) {
+  const int lane = threadIdx.x & 31;
+  int carry = 0, parts_carry = 0;
+  for (int pass = 0; pass < 2; pass++) {
+    const int q = pass == 0 ? 0 : prefix[kv.n_seqs + 1];
+    int *to = pass == 0 ? prefix : prefix + kv.n_seqs + 2, *sum = pass == 0 ? &carry : &parts_carry;
+    if (pass == 1 && q == 0) break;
+    for (int base = 0; base < kv.n_seqs; base += 32) {
+      const int s = base + lane;
+      int n = pages_of(kv, s) * (pass == 0 ? kv.n_kv_heads : 1);
+      if (pass == 1) n = (n + q - 1) / q * kv.n_kv_heads;
+#pragma unroll
+      for (int d = 1; d < 32; d <<= 1) {
+        int o = __shfl_up_sync(~0u, n, d);
+        if (lane >= d) n += o;
+      }
+      if (s < kv.n_seqs) to[s + 1] = *sum + n;
+      *sum += __shfl_sync(~0u, n, 31);
+    }
+    if (lane == 0) to[0] = 0;
+    if (pass == 0) {
+      const int per_part = pages_per_part(kv, carry, n_ctas);
+      if (lane == 0) prefix[kv.n_seqs + 1] = per_part;
+      __syncwarp();
+    }
+  }
+}
+
+/* The units of CTA `cta`: with whole parts, one part of one segment; else its share of all units in order. Sets the parts of the first
+ * segment too. False: nothing to do. */
+struct share {
+  int begin, end;
+};
+
+SITS_DEV bool find_share(const k_kv_view &kv, const int *prefix, int cta, int n_ctas, share *out) {
+  const int q = prefix[kv.n_seqs + 1], *parts = prefix + kv.n_seqs + 2;
+  if (q == 0) {
+    out->begin = (int)((long long)cta * prefix[kv.n_seqs] / n_ctas), out->end = (int)((long long)(cta + 1) * prefix[kv.n_seqs] / n_ctas);
+    return out->begin < out->end;
+  }
+  if (cta >= parts[kv.n_seqs]) return false;
+  int lo = 0, hi = kv.n_seqs - 1;
+  while (lo < hi) {
+    int mid = (lo + hi + 1) >> 1;
+    if (parts[mid] <= cta)
+      lo = mid;
+    else
+      hi = mid - 1;
+  }
+  const int pages = (prefix[lo + 1] - prefix[lo]) / kv.n_kv_heads, per_segment = (pages + q - 1) / q,
+            head = (cta - parts[lo]) / per_segment, part = (cta - parts[lo]) % per_segment;
+  /* parts of equal size as far as it goes, the smaller ones last */
+  out->begin = prefix[lo] + head * pages + (int)((long long)part * pages / per_segment);
+  out->end = prefix[lo] + head * pages + (int)((long long)(part + 1) * pages / per_segment);
+  return out->begin < out->end;
+}
+
+struct segment {
+  int seq, row, head, first_unit, n_units, len, first_page, lo;
+}; /* row of q and out; lo: first visible token */
 
 SITS_DEV segment find_segment(const k_kv_view &kv, const int *prefix, int unit) {
   segment g;
   int lo = 0, hi = kv.n_seqs - 1; /* last s with prefix[s] <= unit */
   while (lo < hi) {
     int mid = (lo + hi + 1) >> 1;
-    if (prefix[mid] <= unit) lo = mid;
-    else hi = mid - 1;
+    if (prefix[mid] <= unit)
+      lo = mid;
+    else
+      hi = mid - 1;
   }
   g.seq = lo;
   g.row = kv.seq_start[lo];
@@ -89,7 +163,10 @@ template <int D> SITS_DEV uint8_t *tile_of(const k_kv_view &kv, const segment &g
   return kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + g.head) * shape<D>::TILE;
 }
 
-struct new_token { uint8_t k[128], v[128]; __half k_scale[4], v_scale[4]; };
+struct new_token {
+  uint8_t k[128], v[128];
+  __half k_scale[4], v_scale[4];
+};
 
 /* Patch the tile in shared memory with the new token and store the words it touched to the page. One warp. */
 template <int D> SITS_DEV void patch_tile(uint32_t tile, uint8_t *page, const new_token *nt, int token, int lane) {
@@ -125,56 +202,9 @@ template <int D> SITS_DEV void patch_tile(uint32_t tile, uint8_t *page, const ne
   __syncwarp();
 }
 
-/* cos and sin for the channels lane + 32 j of a head at `position`; channels that are not rotated get (1, 0). */
-template <int D> SITS_DEV void head_angles(const k_rope &rope, int position, int lane, float2 (&angle)[D / 32]) {
-#pragma unroll
-  for (int j = 0; j < D / 32; j++) {
-    const int e = lane + j * 32, half = rope.dims >> 1;
-    angle[j] = make_float2(1.f, 0.f);
-    if (e < rope.dims) angle[j] = kv::rope_angle(position, rope.inv_freq[rope.interleaved ? e >> 1 : e < half ? e : e - half], rope.magnitude);
-  }
-}
-
-/* A warp's head vector in shared memory -> r[j], channel lane + 32 j: RMS norm with gain (or NULL), rotation, Hadamard transform. */
-template <int D> SITS_DEV void rotate_head(float *v, int lane, const float *gain, float eps, const k_rope &rope, const float2 (&angle)[D / 32], float (&r)[D / 32]) {
-  constexpr int N = D / 32;
-  if (gain) {
-    float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < N; j++) sum += v[lane + j * 32] * v[lane + j * 32];
-    const float f = rsqrtf(warp_sum(sum) / (float)D + eps);
-#pragma unroll
-    for (int j = 0; j < N; j++) v[lane + j * 32] *= f * gain[lane + j * 32];
-    __syncwarp();
-  }
-#pragma unroll
-  for (int j = 0; j < N; j++) {
-    const int e = lane + j * 32, half = rope.dims >> 1;
-    const bool first = rope.interleaved ? !(e & 1) : e < half;
-    const int other = e >= rope.dims ? e : rope.interleaved ? e ^ 1 : first ? e + half : e - half;
-    r[j] = v[e] * angle[j].x + (first ? -v[other] : v[other]) * angle[j].y;
-  }
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1)
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-      const float o = __shfl_xor_sync(~0u, r[j], d);
-      r[j] = lane & d ? o - r[j] : r[j] + o;
-    }
-#pragma unroll
-  for (int d = 1; d < N; d <<= 1)
-#pragma unroll
-    for (int j = 0; j < N; j++)
-      if (!(j & d)) {
-        const float x = r[j], y = r[j | d];
-        r[j] = x + y, r[j | d] = x - y;
-      }
-#pragma unroll
-  for (int j = 0; j < N; j++) r[j] *= rsqrtf((float)D);
-}
-
 /* Fused: q of the group's heads -> f16 [8][D] in shared memory by the consumers; k and v of the new token -> codes by two more warps. */
-template <int D> SITS_DEV void prepare_segment(const params &p, const segment &g, __half *query, float *scratch, new_token *nt, const float2 (&angle)[D / 32]) {
+template <int D> SITS_DEV void prepare_segment(const params &p, const segment &g, __half *query, float *scratch, new_token *nt,
+                                               const float2 (&angle)[D / 32]) {
   const k_attn_decode &a = p.a;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads, slot = warp < WARPS ? warp : warp - 1;
   const int row = g.row;
@@ -182,21 +212,29 @@ template <int D> SITS_DEV void prepare_segment(const params &p, const segment &g
   float *v = scratch + slot * D;
   for (int i = warp < WARPS ? warp : 8; i < (warp < WARPS ? gqa : 9); i += WARPS) {
     const bool is_query = warp < WARPS, is_key = warp == WARP_K;
-    const __half *src = base + (is_query ? g.head * gqa + i : is_key ? a.kv.n_heads + g.head : a.kv.n_heads + a.kv.n_kv_heads + g.head) * D;
+    const __half *src = base + (is_query ? g.head * gqa + i
+                                : is_key ? a.kv.n_heads + g.head
+                                         : a.kv.n_heads + a.kv.n_kv_heads + g.head) *
+                                   D;
 #pragma unroll
     for (int j = 0; j < D / 32; j++) v[lane + j * 32] = __half2float(__ldcg(src + lane + j * 32));
     __syncwarp();
     float r[D / 32];
-    if (is_query || is_key) rotate_head<D>(v, lane, is_query ? a.q_gain : a.k_gain, a.eps, a.rope, angle, r);
+    if (is_query || is_key) kv::rotate_head<D>(v, lane, is_query ? a.q_gain : a.k_gain, a.eps, a.rope, angle, true, r);
+    if (is_query) {
 #pragma unroll
-    for (int j = 0; j < D / 32; j++) {
-      const float x = is_query || is_key ? r[j] : v[lane + j * 32];
-      if (is_query) query[i * D + lane + j * 32] = __float2half_rn(x);
-      else {
-        __half s;
-        uint32_t q = kv::quantise4(x, &s);
-        (is_key ? nt->k : nt->v)[lane + j * 32] = (uint8_t)q;
-        if (lane == 0) (is_key ? nt->k_scale : nt->v_scale)[j] = s;
+      for (int j = 0; j < D / 32; j++) query[i * D + lane + j * 32] = __float2half_rn(r[j]);
+    } else {
+      uint32_t code[D / 32];
+      __half scale[D / 32];
+      if (!is_key)
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) r[j] = v[lane + j * 32];
+      kv::quantise4<D / 32>(r, code, scale);
+#pragma unroll
+      for (int j = 0; j < D / 32; j++) {
+        (is_key ? nt->k : nt->v)[lane + j * 32] = (uint8_t)code[j];
+        if (lane == j) (is_key ? nt->k_scale : nt->v_scale)[j] = scale[j];
       }
     }
     __syncwarp();
@@ -210,8 +248,8 @@ SITS_DEV void consumer_sync() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 /* os: the offset of rows g, -24 sum p; that of rows g+8 is 11 times as much, so it is not kept. */
 template <int D> struct state { float o[D / 16][4], os[D / 32][2], m0, m1, l0, l1; };
 
-template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D / 16][2], const float (&seed)[D / 32][2], uint32_t tile, int warp,
-                                           int lane, int lo, int len, float scale) {
+template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D / 16][2], const float (&seed)[D / 32][2], uint32_t tile,
+                                           int warp, int lane, int lo, int len, float scale) {
   constexpr int G32 = D / 32;
   const int g = lane >> 2, t = lane & 3;
   const uint32_t consts[4] = {0xCE00CE00u, 0xDC20DC20u, 0xCE00CE00u, 0xDC20DC20u};
@@ -250,14 +288,14 @@ template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D /
   for (int d = 4; d < 32; d <<= 1) x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, d)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, d));
   const float n0 = fmaxf(st.m0, x0), n1 = fmaxf(st.m1, x1);
   if (__any_sync(~0u, n0 > st.m0 || n1 > st.m1)) {
-    const float f0 = exp2f(st.m0 - n0), f1 = exp2f(st.m1 - n1);
+    const float f0 = exp2_fast(st.m0 - n0), f1 = exp2_fast(st.m1 - n1);
     st.l0 *= f0, st.l1 *= f1, st.m0 = n0, st.m1 = n1;
 #pragma unroll
     for (int i = 0; i < D / 16; i++) st.o[i][0] *= f0, st.o[i][1] *= f1, st.o[i][2] *= f0, st.o[i][3] *= f1;
 #pragma unroll
     for (int i = 0; i < G32; i++) st.os[i][0] *= f0, st.os[i][1] *= f1;
   }
-  const float p0 = exp2f(sc[0] - st.m0), p1 = exp2f(sc[1] - st.m1), p2 = exp2f(sc[2] - st.m0), p3 = exp2f(sc[3] - st.m1);
+  const float p0 = exp2_fast(sc[0] - st.m0), p1 = exp2_fast(sc[1] - st.m1), p2 = exp2_fast(sc[2] - st.m0), p3 = exp2_fast(sc[3] - st.m1);
   st.l0 += p0 + p2, st.l1 += p1 + p3;
   const uint32_t c0 = movmatrix_trans(pack_half2(p0, p1)), c1 = movmatrix_trans(pack_half2(p2, p3));
 #pragma unroll
@@ -303,7 +341,8 @@ template <int D> SITS_DEV void store_head(const k_attn_decode &a, int row, int h
   const int col = head * D + lane * 4;
   const uint32_t lo = pack_half2(v.x * inv, v.y * inv), hi = pack_half2(v.z * inv, v.w * inv);
   if (lane >= D / 4) return;
-  if (a.frag_m == 0) *(uint2 *)((__half *)a.out + (size_t)row * (a.kv.n_heads * D) + col) = make_uint2(lo, hi);
+  if (a.frag_m == 0)
+    *(uint2 *)((__half *)a.out + (size_t)row * (a.kv.n_heads * D) + col) = make_uint2(lo, hi);
   else { /* columns 0, 2, 1, 3 of a four lie side by side */
     *(uint2 *)((__half *)a.out + k_frag_index(a.frag_m, col, row)) = make_uint2(__byte_perm(lo, hi, 0x5410), __byte_perm(lo, hi, 0x7632));
   }
@@ -320,7 +359,7 @@ template <int D> SITS_DEV void merge_parts(const float *first, const float *rest
   float4 x = __ldcg((const float4 *)(first + col));
   const float l0 = __ldcg(first + D + 1), m0 = __ldcg(first + D);
   m = warp_max(m);
-  const float f0 = exp2f(m0 - m);
+  const float f0 = exp2_fast(m0 - m);
   *l = l0 * f0;
   *v = make_float4(0.f, 0.f, 0.f, 0.f);
   add_scaled(*v, x, f0);
@@ -335,7 +374,7 @@ template <int D> SITS_DEV void merge_parts(const float *first, const float *rest
     }
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      const float f = base + i < n_rest ? exp2f(ml[i].x - m) : 0.f;
+      const float f = base + i < n_rest ? exp2_fast(ml[i].x - m) : 0.f;
       *l += ml[i].y * f;
       add_scaled(*v, part[i], f);
     }
@@ -344,12 +383,21 @@ template <int D> SITS_DEV void merge_parts(const float *first, const float *rest
 
 /* Merge the four warps; then store, or hand the part over and let the last CTA of the segment merge the parts. */
 template <int D>
-SITS_DEV void flush_segment(const params &p, const segment &g, float *merge, int *flag, int n_units_all, int n_ctas, int first_of_run) {
+SITS_DEV void flush_segment(const params &p, const segment &g, const int *prefix, float *merge, int *flag, int n_ctas, int first_of_run) {
   constexpr int ROW = shape<D>::ROW;
   const k_attn_decode &a = p.a;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads, row = g.row;
-  const long long all = n_units_all, n = n_ctas;
-  const int cta_first = (int)(((g.first_unit + 1LL) * n - 1) / all), cta_last = (int)(((long long)(g.first_unit + g.n_units) * n - 1) / all);
+  const long long all = prefix[a.kv.n_seqs], n = n_ctas;
+  const int q = prefix[a.kv.n_seqs + 1];
+  int cta_first, cta_last, first_slot;
+  if (q > 0) {
+    const int per_segment = (g.n_units + q - 1) / q;
+    cta_first = prefix[a.kv.n_seqs + 2 + g.seq] + g.head * per_segment, cta_last = cta_first + per_segment - 1;
+    first_slot = cta_first * 2;
+  } else {
+    cta_first = (int)(((g.first_unit + 1LL) * n - 1) / all), cta_last = (int)(((long long)(g.first_unit + g.n_units) * n - 1) / all);
+    first_slot = cta_first * 2 + ((int)(cta_first * all / n) >= g.first_unit ? 0 : 1); /* is the segment the first of that CTA's share? */
+  }
   const int slot = blockIdx.x * 2 + (first_of_run ? 0 : 1);
   float *mine = a.workspace + (size_t)slot * 8 * ROW;
   const int col = lane < D / 4 ? lane * 4 : 0;
@@ -361,11 +409,12 @@ SITS_DEV void flush_segment(const params &p, const segment &g, float *merge, int
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       const float *r = merge + (w * 8 + h) * ROW;
-      const float f = exp2f(r[D] - m);
+      const float f = exp2_fast(r[D] - m);
       l += r[D + 1] * f;
       add_scaled(v, *(const float4 *)(r + col), f);
     }
-    if (cta_first == cta_last) store_head<D>(a, row, g.head * gqa + h, v, 1.f / l, lane);
+    if (cta_first == cta_last)
+      store_head<D>(a, row, g.head * gqa + h, v, 1.f / l, lane);
     else {
       if (lane < D / 4) *(float4 *)(mine + h * ROW + col) = v;
       if (lane == 0) *(float2 *)(mine + h * ROW + D) = make_float2(m, l);
@@ -380,19 +429,18 @@ SITS_DEV void flush_segment(const params &p, const segment &g, float *merge, int
   if (!*flag) return;
   __threadfence();
   if (threadIdx.x == 0) *counter = 0;
-  const int first_start = (int)(cta_first * all / n); /* is the segment the first of CTA cta_first's run? */
-  const int first_slot = cta_first * 2 + (first_start >= g.first_unit ? 0 : 1);
   for (int h = warp; h < gqa; h += WARPS) {
     float4 v;
     float l;
-    merge_parts<D>(a.workspace + (size_t)first_slot * 8 * ROW + h * ROW, a.workspace + (size_t)(cta_first + 1) * 16 * ROW + h * ROW, cta_last - cta_first, lane, &v, &l);
+    merge_parts<D>(a.workspace + (size_t)first_slot * 8 * ROW + h * ROW, a.workspace + (size_t)(cta_first + 1) * 16 * ROW + h * ROW,
+                   cta_last - cta_first, lane, &v, &l);
     store_head<D>(a, row, g.head * gqa + h, v, 1.f / l, lane);
   }
 }
 #endif
 
-template <int D, bool FUSED>
-__global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : CTAS_PER_SM) attn_decode_int4_kernel(const __grid_constant__ params p) {
+template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : CTAS_PER_SM)
+    attn_decode_int4_kernel(const __grid_constant__ params p) {
 #if SITS_SM90
   using C = shape<D>;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -412,16 +460,18 @@ __global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : C
     for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, WARPS);
     bar_fence_init();
   }
-  if (warp == WARP_LOAD) scan_units(view, prefix);
+  if (warp == WARP_LOAD) scan_units(view, prefix, gridDim.x);
   if (FUSED)
-    for (int i = threadIdx.x; i < 4 * D; i += FUSED_THREADS) ((uint32_t *)query)[i] = 0; /* rows of heads the group does not have stay zero */
+    for (int i = threadIdx.x; i < 4 * D; i += FUSED_THREADS)
+      ((uint32_t *)query)[i] = 0; /* rows of heads the group does not have stay zero */
   __syncthreads();
-  const int n_units = prefix[view.n_seqs], n_ctas = min((int)gridDim.x, n_units);
-  if ((int)blockIdx.x >= n_ctas) {
+  const int n_ctas = min((int)gridDim.x, prefix[view.n_seqs]);
+  share mine;
+  if ((int)blockIdx.x >= n_ctas || !find_share(view, prefix, blockIdx.x, n_ctas, &mine)) {
     grid_wait();
     return;
   }
-  const int begin = (int)((long long)blockIdx.x * n_units / n_ctas), end = (int)((long long)(blockIdx.x + 1) * n_units / n_ctas);
+  const int begin = mine.begin, end = mine.end;
   if (warp == WARP_LOAD) {
     if (lane == 0) {
       int slot = 0;
@@ -431,7 +481,8 @@ __global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : C
       for (int u = begin; u < end; u++) {
         if (u >= g.first_unit + g.n_units) g = find_segment(view, prefix, u);
         const uint8_t *tile = tile_of<D>(view, g, u);
-        if (!FUSED && !is_open && u == g.first_unit + g.n_units - 1) grid_wait(), is_open = true; /* the predecessor appended to this page */
+        if (!FUSED && !is_open && u == g.first_unit + g.n_units - 1)
+          grid_wait(), is_open = true; /* the predecessor appended to this page */
         bar_wait(empty + slot * 8, parity);
         bar_arrive_expect(full + slot * 8, C::TILE);
         bulk_load(ring + slot * C::TILE, tile, C::TILE, full + slot * 8);
@@ -443,7 +494,7 @@ __global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : C
   }
   segment g = find_segment(view, prefix, begin); /* step inputs, not the predecessor's work */
   float2 angle[D / 32];
-  if (FUSED) head_angles<D>(p.a.rope, g.len - 1, lane, angle);
+  if (FUSED) kv::head_angles<D>(p.a.rope, g.len - 1, lane, angle);
   grid_wait();
   const int gq = lane >> 2, t = lane & 3, gqa = view.n_heads / view.n_kv_heads;
   const uint32_t consts[4] = {0xCE00CE00u, 0xDC20DC20u, 0xCE00CE00u, 0xDC20DC20u};
@@ -454,7 +505,7 @@ __global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : C
     const int first_of_run = u == begin;
     if (!first_of_run) {
       g = find_segment(view, prefix, u);
-      if (FUSED) head_angles<D>(p.a.rope, g.len - 1, lane, angle);
+      if (FUSED) kv::head_angles<D>(p.a.rope, g.len - 1, lane, angle);
     }
     if (FUSED) prepare_segment<D>(p, g, query, merge, nt, angle);
     if (threadIdx.x == 0) *shared_segment = g;
@@ -504,7 +555,7 @@ __global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : C
     }
     spill_state<D>(st, merge, warp, lane);
     consumer_sync();
-    flush_segment<D>(p, *shared_segment, merge, flag, n_units, n_ctas, first_of_run);
+    flush_segment<D>(p, *shared_segment, prefix, merge, flag, n_ctas, first_of_run);
     segment_sync<FUSED>();
   }
 #endif
@@ -512,7 +563,7 @@ __global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : C
 
 template <int D> int smem_bytes(int n_seqs) {
   using C = shape<D>;
-  return C::BARS + C::MERGE + C::QUERY + 512 + STAGES * C::TILE + (n_seqs + 1) * 4;
+  return C::BARS + C::MERGE + C::QUERY + 512 + STAGES * C::TILE + (2 * n_seqs + 4) * 4;
 }
 
 } // namespace
@@ -522,7 +573,9 @@ extern "C" bool k_attn_decode_takes(enum k_kv_codec codec, int32_t head_dim, int
 }
 
 /* Fused steps are small: fewer CTAs leave room beside the GEMMs before and after, and fewer parts to merge. */
-extern "C" int32_t k_attn_decode_grid(int32_t n_sm, int32_t n_seqs, bool is_fused) { return is_fused ? n_seqs <= 2 ? n_sm : 2 * n_sm : n_sm * CTAS_PER_SM; }
+extern "C" int32_t k_attn_decode_grid(int32_t n_sm, int32_t n_seqs, bool is_fused) {
+  return is_fused ? n_seqs <= 2 ? n_sm : 2 * n_sm : n_sm * CTAS_PER_SM;
+}
 
 extern "C" size_t k_attn_decode_workspace_bytes(int32_t n_sm, int32_t head_dim) {
   return (size_t)n_sm * CTAS_PER_SM * 2 * 8 * (head_dim + 4) * sizeof(float);
@@ -543,7 +596,8 @@ template <int D, bool FUSED> static int launch_decode(const k_attn_decode &a, in
 
 extern "C" int sits_k_attn_decode(const struct k_attn_decode *a, int32_t n_sm, struct k_stream at) {
   const k_kv_view &v = a->kv;
-  if (!k_attn_decode_takes(v.codec, v.head_dim, v.n_heads, v.n_kv_heads) || v.n_seqs < 1 || v.n_seqs > MAX_SEQS) return cudaErrorInvalidValue;
+  if (!k_attn_decode_takes(v.codec, v.head_dim, v.n_heads, v.n_kv_heads) || v.n_seqs < 1 || v.n_seqs > MAX_SEQS)
+    return cudaErrorInvalidValue;
   if (v.head_dim == 64) return a->q ? launch_decode<64, false>(*a, n_sm, at) : launch_decode<64, true>(*a, n_sm, at);
   return a->q ? launch_decode<128, false>(*a, n_sm, at) : launch_decode<128, true>(*a, n_sm, at);
 }

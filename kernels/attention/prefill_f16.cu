@@ -1,7 +1,8 @@
 /* out[t][h] = softmax(q K^T / sqrt(D)) V, causal (and windowed), over gathered f16 keys and values, for steps that bring many tokens.
  *
  * Arguments: struct k_attn_prefill (kernels.h). q [T][H][D] rotated; k, v [G][capacity][D] from sits_k_kv_gather, whole pages, tail zero.
- * Work split: a CTA takes 128 tokens of one sequence and one query head; 4 warps of 32 rows; keys in tiles of 64. Token tiles run from the
+ * Work split: a CTA takes 128 tokens of one sequence and one query head; 4 warps of 32 rows; keys in tiles of 64. Token tiles run from
+ * the
  *   last (longest) to the first, so that the long ones do not end the grid.
  * Shared memory: q 256 D, two stages of K and V 64 D * 2 * 2 bytes each: 96 KiB at D = 128, two CTAs per SM at <= 255 registers.
  *   16-byte chunk c of row r lies at c ^ (r & 7), which makes ldmatrix and cp.async free of bank conflicts.
@@ -25,7 +26,9 @@ struct params {
   int n_tiles;
 };
 
-template <int D> SITS_DEV uint32_t chunk_at(uint32_t base, int row, int chunk) { return base + row * (D * 2) + ((chunk ^ (row & 7)) << 4); }
+template <int D> SITS_DEV uint32_t chunk_at(uint32_t base, int row, int chunk) {
+  return base + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+}
 
 template <int D> SITS_DEV void load_rows(uint32_t dst, const __half *src, size_t row_elements, int n_rows, int n_valid) {
   constexpr int CHUNKS = D / 8;
@@ -37,13 +40,13 @@ template <int D> SITS_DEV void load_rows(uint32_t dst, const __half *src, size_t
 
 template <int D> struct rows32 { float o[2][D / 8][4], m[2][2], l[2][2]; };
 
-/* S = Q K^T for 32 rows by 64 keys. */
-template <int D> SITS_DEV void scores(float (&s)[2][8][4], uint32_t q, uint32_t k, int warp, int lane) {
+/* S = Q K^T for 32 rows by the 32 keys from row `key0` of the tile on. */
+template <int D> SITS_DEV void scores(float (&s)[2][4][4], uint32_t q, uint32_t k, int key0, int warp, int lane) {
   const int mi = lane >> 3, r = lane & 7;
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
-    for (int j = 0; j < 8; j++)
+    for (int j = 0; j < 4; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) s[i][j][e] = 0.f;
 #pragma unroll
@@ -52,9 +55,9 @@ template <int D> SITS_DEV void scores(float (&s)[2][8][4], uint32_t q, uint32_t 
 #pragma unroll
     for (int i = 0; i < 2; i++) ldmatrix_x4(a[i], chunk_at<D>(q, warp * 32 + i * 16 + (mi & 1) * 8 + r, kk * 2 + (mi >> 1)));
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < 2; j++) {
       uint32_t b[4];
-      ldmatrix_x4(b, chunk_at<D>(k, j * 16 + (mi >> 1) * 8 + r, kk * 2 + (mi & 1)));
+      ldmatrix_x4(b, chunk_at<D>(k, key0 + j * 16 + (mi >> 1) * 8 + r, kk * 2 + (mi & 1)));
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         mma_f16(s[i][j * 2], a[i], b[0], b[1], s[i][j * 2]);
@@ -64,14 +67,14 @@ template <int D> SITS_DEV void scores(float (&s)[2][8][4], uint32_t q, uint32_t 
   }
 }
 
-template <int D> SITS_DEV void accumulate(rows32<D> &st, const uint32_t (&p)[2][4][4], uint32_t v, int lane) {
+template <int D> SITS_DEV void accumulate(rows32<D> &st, const uint32_t (&p)[2][2][4], uint32_t v, int key0, int lane) {
   const int mi = lane >> 3, r = lane & 7;
 #pragma unroll
-  for (int kk = 0; kk < 4; kk++)
+  for (int kk = 0; kk < 2; kk++)
 #pragma unroll
     for (int j = 0; j < D / 16; j++) {
       uint32_t b[4];
-      ldmatrix_x4_trans(b, chunk_at<D>(v, kk * 16 + (mi & 1) * 8 + r, j * 2 + (mi >> 1)));
+      ldmatrix_x4_trans(b, chunk_at<D>(v, key0 + kk * 16 + (mi & 1) * 8 + r, j * 2 + (mi >> 1)));
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         mma_f16(st.o[i][j * 2], p[i][kk], b[0], b[1], st.o[i][j * 2]);
@@ -82,15 +85,15 @@ template <int D> SITS_DEV void accumulate(rows32<D> &st, const uint32_t (&p)[2][
 
 /* Masking, running maximum, exponentials: s becomes the f16 A operand p. limit: last visible key of this lane's first row, in the tile;
  * low: the first, where there is a window. */
-template <int D>
-SITS_DEV void softmax_tile(rows32<D> &st, float (&s)[2][8][4], uint32_t (&p)[2][4][4], float scale, int limit, int low, bool masked, int t) {
+template <int D> SITS_DEV void softmax_tile(rows32<D> &st, float (&s)[2][4][4], uint32_t (&p)[2][2][4], float scale, int limit, int low,
+                                            bool masked, int t) {
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float top = -INFINITY;
 #pragma unroll
-      for (int j = 0; j < 8; j++)
+      for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float &x = s[i][j][h * 2 + e];
@@ -102,25 +105,27 @@ SITS_DEV void softmax_tile(rows32<D> &st, float (&s)[2][8][4], uint32_t (&p)[2][
         }
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float m = fmaxf(st.m[i][h], top * scale), f = exp2f(st.m[i][h] - m);
+      const float m = fmaxf(st.m[i][h], top * scale), f = exp2_fast(st.m[i][h] - m);
       float sum = 0.f;
       st.m[i][h] = m;
 #pragma unroll
-      for (int j = 0; j < 8; j++)
+      for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float &x = s[i][j][h * 2 + e];
-          x = exp2f(fmaf(x, scale, -m));
+          x = exp2_fast(fmaf(x, scale, -m));
           sum += x;
         }
       st.l[i][h] = st.l[i][h] * f + sum;
+      if (__any_sync(~0u, f != 1.f)) { /* the maximum settles after a few tiles */
 #pragma unroll
-      for (int j = 0; j < D / 8; j++) st.o[i][j][h * 2] *= f, st.o[i][j][h * 2 + 1] *= f;
+        for (int j = 0; j < D / 8; j++) st.o[i][j][h * 2] *= f, st.o[i][j][h * 2 + 1] *= f;
+      }
     }
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
-    for (int kk = 0; kk < 4; kk++) {
+    for (int kk = 0; kk < 2; kk++) {
       p[i][kk][0] = pack_half2(s[i][kk * 2][0], s[i][kk * 2][1]);
       p[i][kk][1] = pack_half2(s[i][kk * 2][2], s[i][kk * 2][3]);
       p[i][kk][2] = pack_half2(s[i][kk * 2 + 1][0], s[i][kk * 2 + 1][1]);
@@ -162,13 +167,16 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) attn_prefill_kern
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();
-    float s[2][8][4];
-    uint32_t p[2][4][4];
-    scores<D>(s, q_at, stage, warp, lane);
     const bool masked = j * KEYS + KEYS - 1 > first_pos || (kv.window > 0 && j * KEYS <= last_pos - kv.window);
-    const int limit = first_pos + warp * 32 + g - j * KEYS, low = kv.window > 0 ? limit - kv.window + 1 : -(1 << 30);
-    softmax_tile<D>(st, s, p, args.scale, limit, low, masked, t);
-    accumulate<D>(st, p, stage + MATRIX, lane);
+#pragma unroll
+    for (int key0 = 0; key0 < KEYS; key0 += 32) { /* 32 keys at a time: 64 would not fit the registers */
+      float s[2][4][4];
+      uint32_t p[2][2][4];
+      const int limit = first_pos + warp * 32 + g - j * KEYS - key0, low = kv.window > 0 ? limit - kv.window + 1 : -(1 << 30);
+      scores<D>(s, q_at, stage, key0, warp, lane);
+      softmax_tile<D>(st, s, p, args.scale, limit, low, masked, t);
+      accumulate<D>(st, p, stage + MATRIX, key0, lane);
+    }
     __syncthreads();
   }
 #pragma unroll

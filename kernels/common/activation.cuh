@@ -7,7 +7,9 @@
 #include "common/ptx.cuh"
 #include "kernels.h"
 
-struct vec8 { float v[8]; };
+struct vec8 {
+  float v[8];
+};
 
 SITS_DEV uint32_t pack_s8(const float *v, float inv) {
   uint32_t r = 0;
@@ -26,21 +28,26 @@ SITS_DEV uint32_t pack_e4m3(const float *v, float inv) {
 SITS_DEV void store_eight(const k_act &out, int row, int padded, int c, vec8 x, float inv) {
   if (out.form == K_ACT_FRAG_F16) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) ((__half *)out.data)[k_frag_index(out.tile, c + i, row)] = __float2half_rn(fminf(fmaxf(x.v[i], -65504.f), 65504.f));
+    for (int i = 0; i < 8; i++)
+      ((__half *)out.data)[k_frag_index(out.tile, c + i, row)] = __float2half_rn(fminf(fmaxf(x.v[i], -65504.f), 65504.f));
   } else if (out.form == K_ACT_ROW_F16) {
     uint4 v;
 #pragma unroll
     for (int i = 0; i < 8; i++) x.v[i] = fminf(fmaxf(x.v[i], -65504.f), 65504.f);
-    v.x = pack_half2(x.v[0], x.v[1]), v.y = pack_half2(x.v[2], x.v[3]), v.z = pack_half2(x.v[4], x.v[5]), v.w = pack_half2(x.v[6], x.v[7]);
+    v.x = pack_half2(x.v[0], x.v[1]), v.y = pack_half2(x.v[2], x.v[3]), v.z = pack_half2(x.v[4], x.v[5]),
+    v.w = pack_half2(x.v[6], x.v[7]);
     *(uint4 *)((__half *)out.data + (size_t)row * padded + c) = v;
   } else if (out.form == K_ACT_TILE_S8) {
     const int n = row % out.tile, n_blocks = padded / K_GROUP, chunk = ((c & 127) >> 4) ^ (n & 7);
     const size_t block = (size_t)(row / out.tile) * n_blocks + (c >> 7);
-    *(uint2 *)((uint8_t *)out.data + (block * out.tile + n) * 128 + chunk * 16 + (c & 8)) = make_uint2(pack_s8(x.v, inv), pack_s8(x.v + 4, inv));
-  } else *(uint2 *)((uint8_t *)out.data + (size_t)row * padded + c) = make_uint2(pack_e4m3(x.v, inv), pack_e4m3(x.v + 4, inv));
+    *(uint2 *)((uint8_t *)out.data + (block * out.tile + n) * 128 + chunk * 16 + (c & 8)) =
+        make_uint2(pack_s8(x.v, inv), pack_s8(x.v + 4, inv));
+  } else
+    *(uint2 *)((uint8_t *)out.data + (size_t)row * padded + c) = make_uint2(pack_e4m3(x.v, inv), pack_e4m3(x.v + 4, inv));
 }
 
-/* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N. top: largest magnitude of the row
+/* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N. top: largest magnitude of the
+ * row
  * times `factor`. Fragments have no padding columns to clear. */
 template <int N> SITS_DEV void store_row(const k_act &out, int row, int width, const vec8 (&x)[N], float factor, float top) {
   const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;

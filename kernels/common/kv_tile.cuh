@@ -3,9 +3,12 @@
  *
  * int4 tile of head size D (nw = 16-token blocks, 4 of them; c = D/64 chunks of 512 bytes per block and matrix):
  *   offset                         bytes          what
- *   0                              32 D           K nibbles: word (block, step = d/16, lane) at block*8D + (step/4)*512 + lane*16 + (step%4)*4;
- *                                                 rows are tokens g, g+8 of the block (lane = 4 g + t), c0..c3 are channels 16 step + 4 t + 0..3
- *   32 D                           32 D           V nibbles: the same with rows = channels 16 step + {g, g+8}, c0..c3 = tokens 2t, 2t+1, 2t+8, 2t+9
+ *   0                              32 D           K nibbles: word (block, step = d/16, lane) at block*8D + (step/4)*512 + lane*16 +
+ *   (step%4)*4;
+ *                                                 rows are tokens g, g+8 of the block (lane = 4 g + t), c0..c3 are channels 16 step + 4 t
+ *                                                 + 0..3
+ *   32 D                           32 D           V nibbles: the same with rows = channels 16 step + {g, g+8}, c0..c3 = tokens 2t, 2t+1,
+ *   2t+8, 2t+9
  *   64 D                           4 D            K scales f16: block, g, group, {token g, token g+8}
  *   68 D                           4 D            V scales f16: block, t, group, {tokens 2t, 2t+1, 2t+8, 2t+9}
  */
@@ -17,7 +20,9 @@
 
 namespace kv {
 
-struct place { int word_bytes, shift; }; /* byte offset of the folded word, left-rotation of the nibble */
+struct place {
+  int word_bytes, shift;
+}; /* byte offset of the folded word, left-rotation of the nibble */
 
 SITS_DEV int nibble_shift(int c, bool second_row) { return (6 + (c & 1) * 16 + (c >> 1) * 8 - (second_row ? 4 : 0)) & 31; }
 
@@ -68,9 +73,62 @@ SITS_DEV float2 rope_angle(int position, float inv_freq, float magnitude) {
   return make_float2(__cosf(r) * magnitude, __sinf(r) * magnitude);
 }
 
+/* cos and sin for the channels lane + 32 j of a head at `position`; channels that are not rotated get (1, 0). */
+template <int D> SITS_DEV void head_angles(const k_rope &rope, int position, int lane, float2 (&angle)[D / 32]) {
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) {
+    const int e = lane + j * 32, half = rope.dims >> 1;
+    angle[j] = make_float2(1.f, 0.f);
+    if (e < rope.dims)
+      angle[j] = rope_angle(position, rope.inv_freq[rope.interleaved ? e >> 1 : e < half ? e : e - half], rope.magnitude);
+  }
+}
+
+/* A warp's head vector in shared memory -> r[j], channel lane + 32 j: RMS norm with gain (or NULL), rotation, Hadamard transform if
+ * wanted. */
+template <int D> SITS_DEV void rotate_head(float *v, int lane, const float *gain, float eps, const k_rope &rope,
+                                           const float2 (&angle)[D / 32], bool hadamard, float (&r)[D / 32]) {
+  constexpr int N = D / 32;
+  if (gain) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < N; j++) sum += v[lane + j * 32] * v[lane + j * 32];
+    const float f = rsqrtf(warp_sum(sum) / (float)D + eps);
+#pragma unroll
+    for (int j = 0; j < N; j++) v[lane + j * 32] *= f * gain[lane + j * 32];
+    __syncwarp();
+  }
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    const int e = lane + j * 32, half = rope.dims >> 1;
+    const bool first = rope.interleaved ? !(e & 1) : e < half;
+    const int other = e >= rope.dims ? e : rope.interleaved ? e ^ 1 : first ? e + half : e - half;
+    r[j] = v[e] * angle[j].x + (first ? -v[other] : v[other]) * angle[j].y;
+  }
+  if (!hadamard) return;
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1)
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const float o = __shfl_xor_sync(~0u, r[j], d);
+      r[j] = lane & d ? o - r[j] : r[j] + o;
+    }
+#pragma unroll
+  for (int d = 1; d < N; d <<= 1)
+#pragma unroll
+    for (int j = 0; j < N; j++)
+      if (!(j & d)) {
+        const float x = r[j], y = r[j | d];
+        r[j] = x + y, r[j | d] = x - y;
+      }
+#pragma unroll
+  for (int j = 0; j < N; j++) r[j] *= rsqrtf((float)D);
+}
+
 /* A warp rotates one head vector held in shared memory, in place: optional RMS norm with gain, RoPE, optional Hadamard transform.
  * Value e is owned by lane e % 32. D a multiple of 32 (Hadamard: a power of two), at most 256. */
-SITS_DEV void prepare_head(float *v, int head_dim, int lane, const float *gain, float eps, const k_rope &rope, int position, bool hadamard) {
+SITS_DEV void prepare_head(float *v, int head_dim, int lane, const float *gain, float eps, const k_rope &rope, int position,
+                           bool hadamard) {
   const int n = head_dim >> 5;
   if (gain) {
     float sum = 0.f;
@@ -122,17 +180,31 @@ SITS_DEV void prepare_head(float *v, int head_dim, int lane, const float *gain, 
   __syncwarp();
 }
 
-/* A warp quantises one group of 32 values (one per lane) to 4 bits: value ~ scale * (q - 8). The end of larger magnitude sits on -8; the
- * scale is then refitted by least squares. Every lane gets the scale. */
-SITS_DEV uint32_t quantise4(float x, __half *scale) {
-  float top = warp_max(x), low = -warp_max(-x);
-  float s = (-low > top ? low : top) * -0.125f;
-  float inv = s != 0.f ? 1.f / s : 0.f;
-  float q = fminf(fmaxf(rintf(x * inv), -8.f), 7.f);
-  float xq = warp_sum(x * q), qq = warp_sum(q * q);
-  if (qq > 0.f) s = xq / qq;
-  *scale = __float2half_rn(fminf(fmaxf(s, -65504.f), 65504.f));
-  return (uint32_t)((int)q + 8);
+/* A warp quantises N groups of 32 values (group j: x[j] of every lane) to 4 bits: value ~ scale * (q - 8). The end of larger magnitude
+ * sits
+ * on -8; the scale is then refitted by least squares. Every lane gets the scales. The groups' reductions run side by side. */
+template <int N> SITS_DEV void quantise4(const float (&x)[N], uint32_t (&code)[N], __half (&scale)[N]) {
+  float top[N], low[N], s[N], xq[N], qq[N];
+#pragma unroll
+  for (int j = 0; j < N; j++) top[j] = x[j], low[j] = -x[j];
+#pragma unroll
+  for (int d = 16; d > 0; d >>= 1)
+#pragma unroll
+    for (int j = 0; j < N; j++)
+      top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], d)), low[j] = fmaxf(low[j], __shfl_xor_sync(~0u, low[j], d));
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    s[j] = (low[j] > top[j] ? -low[j] : top[j]) * -0.125f;
+    const float inv = s[j] != 0.f ? 1.f / s[j] : 0.f, q = fminf(fmaxf(rintf(x[j] * inv), -8.f), 7.f);
+    code[j] = (uint32_t)((int)q + 8);
+    xq[j] = x[j] * q, qq[j] = q * q;
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d >>= 1)
+#pragma unroll
+    for (int j = 0; j < N; j++) xq[j] += __shfl_xor_sync(~0u, xq[j], d), qq[j] += __shfl_xor_sync(~0u, qq[j], d);
+#pragma unroll
+  for (int j = 0; j < N; j++) scale[j] = __float2half_rn(fminf(fmaxf(qq[j] > 0.f ? xq[j] / qq[j] : s[j], -65504.f), 65504.f));
 }
 
 } // namespace kv

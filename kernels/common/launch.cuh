@@ -5,8 +5,8 @@
 #include <cuda_runtime.h>
 
 /* Launch `kernel`; with pdl the grid may start before its predecessor in the stream ends (the kernel calls grid_wait itself). */
-template <class... P, class... A>
-static cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem_bytes, cudaStream_t stream, bool pdl, A... args) {
+template <class... P, class... A> static cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem_bytes,
+                                                                   cudaStream_t stream, bool pdl, A... args) {
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attribute[1];
   config.gridDim = grid;

@@ -33,17 +33,19 @@ SITS_DEV void bar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared::c
 SITS_DEV bool bar_try(uint32_t bar, uint32_t parity) {
   uint32_t done;
   asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
   return done != 0;
 }
 SITS_DEV void bar_wait(uint32_t bar, uint32_t parity) {
-  while (!bar_try(bar, parity)) {
-  }
+  while (!bar_try(bar, parity)) {}
 }
 /* 1-D bulk copy global -> shared; address and size are multiples of 16; completion counts bytes on `bar`. */
 SITS_DEV void bulk_load(uint32_t dst, const void *src, int bytes, uint32_t bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes),
+               "r"(bar)
+               : "memory");
 }
 SITS_DEV uint64_t policy_evict_first() {
   uint64_t p;
@@ -51,8 +53,9 @@ SITS_DEV uint64_t policy_evict_first() {
   return p;
 }
 SITS_DEV void bulk_load_hint(uint32_t dst, const void *src, int bytes, uint32_t bar, uint64_t policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-               ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+               : "memory");
 }
 #endif
 
@@ -95,12 +98,16 @@ SITS_DEV uint32_t lds32(uint32_t a) {
 SITS_DEV float lds_f32(uint32_t a) { return __uint_as_float(lds32(a)); }
 SITS_DEV void sts32(uint32_t a, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 SITS_DEV void sts_f32(uint32_t a, float v) { sts32(a, __float_as_uint(v)); }
-SITS_DEV void sts64_f32(uint32_t a, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory"); }
+SITS_DEV void sts64_f32(uint32_t a, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory");
+}
 SITS_DEV void ldmatrix_x4(uint32_t r[4], uint32_t a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
 }
 SITS_DEV void ldmatrix_x4_trans(uint32_t r[4], uint32_t a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(a));
 }
 SITS_DEV uint32_t movmatrix_trans(uint32_t v) {
   uint32_t r;
@@ -140,6 +147,13 @@ SITS_DEV uint32_t pack_half2(float x, float y) {
 SITS_DEV uint32_t hmul2_u32(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+/* 2^x by the special function unit: 2 ulp, denormal results are zero; -inf gives 0. */
+SITS_DEV float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
 

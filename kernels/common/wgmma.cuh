@@ -9,7 +9,9 @@
 
 #if SITS_SM90
 /* Tile at `addr` (1,024-byte aligned), rows of 128 bytes, 8-row groups 1,024 bytes apart, 128-byte swizzle. */
-SITS_DEV uint64_t wgmma_tile(uint32_t addr) { return (uint64_t)((addr & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62; }
+SITS_DEV uint64_t wgmma_tile(uint32_t addr) {
+  return (uint64_t)((addr & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
 SITS_DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 SITS_DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> SITS_DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }

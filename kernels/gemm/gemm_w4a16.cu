@@ -2,7 +2,7 @@
  *
  * Arguments: struct k_w4a16 (kernels.h). Weights are the A operand (rows = outputs), tokens the N side, padded to M = 1, 8 or 16.
  * Work split: a CTA owns whole tiles of 16*MT rows, a contiguous run of tiles per CTA; its 8 consumer warps split k, one column block
- *   of 128 each in turn; three more warps: weight loader, activation loader, finisher.
+ *   of 128 each in turn; three more warps: two loaders, finisher.
  *       stage (4 column blocks)   | block 0 | block 1 | block 2 | block 3 |   warps 0-3 take even stages, warps 4-7 odd ones
  *   The finisher sums the 8 partial tiles through shared memory while the consumers are already in the next tile.
  * Shared memory: barriers 1 KiB; M = 1: all of x (2 K bytes); partial tiles n_red * 8 * 16 MT * M * 4; ring of stages of
@@ -13,7 +13,8 @@
  *   do not stand in the way of the predecessor's last loads or of x; x, norms, residuals only after grid_wait.
  * Numerics: a nibble q becomes the f16 number 16+q (row g) or 256+q (row g+8) by one mask; a second product with the constant row values
  *   -24 and -264 (G128) or -16 and -256 (G32M) takes the offsets off exactly. f32 sums; per group one multiply-add with the f16 scale.
- *   Bitwise independent of the grid; the order of the sum over k depends on M only. Error against the f64 twin about 2e-5 of the norm (the offsets cancel in f32).
+ *   Bitwise independent of the grid; the order of the sum over k depends on M only. Error against the f64 twin about 2e-5 of the norm
+ *   (the offsets cancel in f32).
  * Limits: T <= 16, sm_90 (bulk copies). Any rows and cols; cols padded with zero scales.
  * Cost: rows*cols*0.516 bytes (G128) or 0.625 (G32M); bound by device memory for T <= 8, by shared memory reads of x at 16.
  * History: split-K over CTAs through memory: 2.4-4.1 us tails, dropped. x read by all warps from global memory: 2-3.8 us under prefetch
@@ -26,7 +27,7 @@
 
 namespace {
 
-constexpr int CONSUMERS = 8, STAGE_BLOCKS = 4, WARP_WEIGHT = 8, WARP_X = 9, WARP_FINISH = 10, THREADS = 352;
+constexpr int CONSUMERS = 8, STAGE_BLOCKS = 4, WARP_LOAD = 8, LOADERS = 2, WARP_FINISH = 10, THREADS = 352;
 /* Kernels that follow each other in a step ask for 115 and 111 KiB in turn: one of each fits an SM, two of the larger kind do not, so the
  * CTAs of a kernel spread evenly over the SMs. */
 constexpr int LARGE_BYTES = 115 * 1024, SMALL_BYTES = 111 * 1024, FULL_BYTES = 200 * 1024, MAX_STAGES = 24;
@@ -56,7 +57,9 @@ struct params {
 
 #if SITS_SM90
 
-struct smem_map { uint32_t full, empty, red_full, red_empty, x_full, open_flag, x, red, ring; };
+struct smem_map {
+  uint32_t full, empty, red_full, red_empty, x_full, open_flag, x, red, ring;
+};
 
 template <class C> SITS_DEV smem_map map_smem(uint32_t base, int n_blocks, int m) {
   smem_map s;
@@ -125,7 +128,7 @@ SITS_DEV void block_products(float total[MT][(M + 7) / 8][4], uint32_t w_addr, u
       for (int i = 0; i < MT; i++) {
         uint2 v = lds64(w_addr + i * W_NEXT + K_W4_NIBBLE_BYTES + s * 64 + g * 8);
         float2 f0 = half2_to_float2(v.x), f1 = half2_to_float2(v.y); /* {scale, minimum} of rows g and g+8 */
-        f0.y *= -1.f / 16.f; /* seed holds -16 and -256 times the sum of x */
+        f0.y *= -1.f / 16.f;                                         /* seed holds -16 and -256 times the sum of x */
         f1.y *= -1.f / 256.f;
 #pragma unroll
         for (int n = 0; n < NT; n++)
@@ -206,7 +209,8 @@ template <int M> SITS_DEV float norm_factor(const params &p, int lane) {
       float4 x = __ldcg((const float4 *)p.x_ssq + i);
       v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
     }
-    if (M == 1) sum = warp_sum(v.x + v.y + v.z + v.w);
+    if (M == 1)
+      sum = warp_sum(v.x + v.y + v.z + v.w);
     else {
 #pragma unroll
       for (int d = 16; d >= M / 4; d >>= 1) {
@@ -214,7 +218,8 @@ template <int M> SITS_DEV float norm_factor(const params &p, int lane) {
         v.z += __shfl_xor_sync(~0u, v.z, d), v.w += __shfl_xor_sync(~0u, v.w, d);
       }
       const int from = (lane % M) / 4, which = lane & 3;
-      const float x = __shfl_sync(~0u, v.x, from), y = __shfl_sync(~0u, v.y, from), z = __shfl_sync(~0u, v.z, from), w = __shfl_sync(~0u, v.w, from);
+      const float x = __shfl_sync(~0u, v.x, from), y = __shfl_sync(~0u, v.y, from), z = __shfl_sync(~0u, v.z, from),
+                  w = __shfl_sync(~0u, v.w, from);
       sum = which == 0 ? x : which == 1 ? y : which == 2 ? z : w;
     }
   } else {
@@ -231,7 +236,6 @@ template <int M, int MT, int FORMAT> SITS_DEV void finish(const params &p, const
   using C = shape<M, MT, FORMAT>;
   constexpr int ROWS = C::ROWS, VALUES = (ROWS * M + 31) / 32;
   const int lane = threadIdx.x & 31;
-  grid_wait();
   const float factor = norm_factor<M>(p, lane);
   int red = 0;
   uint32_t parity = 0;
@@ -255,12 +259,17 @@ template <int M, int MT, int FORMAT> SITS_DEV void finish(const params &p, const
         if (row0 + r0 < p.rows && n < p.n_tokens) p.next[k_frag_index(M, col, n)] = saturated_half(gate / (1.f + __expf(-gate)) * up);
       }
     } else {
-      float h[VALUES], square = 0.f;
-      if (p.output == K_OUT_RESIDUAL) {
+      /* Everything the epilogue reads is fetched before the sums are ready: a load behind a store would wait for it. */
+      float h[VALUES], gain[VALUES], square = 0.f;
 #pragma unroll
-        for (int z = 0; z < VALUES; z++) {
-          int v = lane + z * 32, n = v % M, row = row0 + v / M;
-          h[z] = row < p.rows && v / M < ROWS && n < p.n_tokens ? __ldcg((const float *)p.y + (size_t)n * p.ld + row) : 0.f;
+      for (int z = 0; z < VALUES; z++) {
+        const int v = lane + z * 32, n = v % M, row = row0 + v / M;
+        const bool exists = row < p.rows && v / M < ROWS;
+        h[z] = p.bias && exists ? __ldg(p.bias + row) : 0.f;
+        gain[z] = 0.f;
+        if (p.output == K_OUT_RESIDUAL && exists && n < p.n_tokens) {
+          h[z] += __ldcg((const float *)p.y + (size_t)n * p.ld + row);
+          gain[z] = __ldg(p.gain + row);
         }
       }
       bar_wait(s.red_full + red * 8, parity);
@@ -271,16 +280,15 @@ template <int M, int MT, int FORMAT> SITS_DEV void finish(const params &p, const
         float sum = 0.f;
 #pragma unroll
         for (int k = 0; k < CONSUMERS; k++) sum += lds_f32(r + ((k * ROWS + lr) * M + n) * 4);
-        sum *= factor;
         if (row >= p.rows || n >= p.n_tokens) continue;
-        if (p.bias) sum += p.bias[row];
+        sum = sum * factor + h[z];
         const size_t at = (size_t)n * p.ld + row;
-        if (p.output == K_OUT_F16) ((__half *)p.y)[at] = saturated_half(sum);
-        else if (p.output == K_OUT_F32) ((float *)p.y)[at] = sum;
-        else {
-          sum += h[z];
+        if (p.output == K_OUT_F16)
+          ((__half *)p.y)[at] = saturated_half(sum);
+        else
           ((float *)p.y)[at] = sum;
-          p.next[k_frag_index(M, row, n)] = saturated_half(sum * p.gain[row]);
+        if (p.output == K_OUT_RESIDUAL) {
+          p.next[k_frag_index(M, row, n)] = saturated_half(sum * gain[z]);
           square += sum * sum;
         }
       }
@@ -296,56 +304,54 @@ template <int M, int MT, int FORMAT> SITS_DEV void finish(const params &p, const
   }
 }
 
-template <int M, int MT, int FORMAT> SITS_DEV void load_weights(const params &p, const smem_map &s, int tile0, int n_local, const volatile int *is_open) {
+/* Loader `which` brings every second stage: weights, and once the ring has gone round activations too (those of the first round come from
+ * load_first_x). One thread issues a copy every 150 ns or so whatever its size; two keep the SM's share of the memory rate. */
+template <int M, int MT, int FORMAT>
+SITS_DEV void load_stages(const params &p, const smem_map &s, int tile0, int n_local, int which, const volatile int *is_open) {
   using C = shape<M, MT, FORMAT>;
   const uint64_t policy = policy_evict_first();
-  const int per_tile = (p.n_blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
-  int slot = 0, n_issued = 0;
+  const int per_tile = (p.n_blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS, total = per_tile * n_local;
+  int slot = which, tile = 0, i = which;
   uint32_t parity = 1;
   long long last = clock64();
-  for (int tile = 0; tile < n_local; tile++)
-    for (int i = 0; i < per_tile; i++, n_issued++) {
-      const int n = min(STAGE_BLOCKS, p.n_blocks - i * STAGE_BLOCKS);
-      if (n_issued < p.stages) {
-        while (n_issued >= 2 && !*is_open && clock64() - last < p.pace_cycles) {
-        }
-        last = clock64();
-      }
+  for (int n_issued = which; n_issued < total; n_issued += LOADERS, i += LOADERS, slot += LOADERS) {
+    while (i >= per_tile) i -= per_tile, tile++;
+    if (slot >= p.stages) slot -= p.stages, parity ^= 1;
+    const int n = min(STAGE_BLOCKS, p.n_blocks - i * STAGE_BLOCKS);
+    const uint32_t bar = s.full + slot * 8, stage = s.ring + slot * C::STAGE;
+    if (n_issued < p.stages) {
+      while (n_issued >= LOADERS && !*is_open && clock64() - last < LOADERS * p.pace_cycles) {}
+      last = clock64();
+    } else
       bar_wait(s.empty + slot * 8, parity);
-      bar_arrive_expect(s.full + slot * 8, n * (MT * C::UNIT + (M > 1 ? C::X_BLOCK : 0)));
+    bar_arrive_expect(bar, n * (MT * C::UNIT + (M > 1 ? C::X_BLOCK : 0)));
 #pragma unroll
-      for (int j = 0; j < MT; j++) {
-        const int row_tile = min((tile0 + tile) * MT + j, p.n_row_tiles - 1);
-        bulk_load_hint(s.ring + slot * C::STAGE + j * (STAGE_BLOCKS * C::UNIT),
-                       p.weight + ((size_t)row_tile * p.n_blocks + i * STAGE_BLOCKS) * C::UNIT, n * C::UNIT, s.full + slot * 8, policy);
-      }
-      if (++slot == p.stages) slot = 0, parity ^= 1;
+    for (int j = 0; j < MT; j++) {
+      const int row_tile = min((tile0 + tile) * MT + j, p.n_row_tiles - 1);
+      bulk_load_hint(stage + j * (STAGE_BLOCKS * C::UNIT), p.weight + ((size_t)row_tile * p.n_blocks + i * STAGE_BLOCKS) * C::UNIT,
+                     n * C::UNIT, bar, policy);
     }
+    if (M > 1 && n_issued >= p.stages) bulk_load(stage + C::W_STAGE, p.x + (size_t)i * STAGE_BLOCKS * C::X_BLOCK, n * C::X_BLOCK, bar);
+  }
 }
 
-template <int M, int MT, int FORMAT> SITS_DEV void load_x(const params &p, const smem_map &s, int n_local, volatile int *is_open) {
+/* After grid_wait, one thread: all of x (M = 1), or the activations of the ring's first round. */
+template <int M, int MT, int FORMAT> SITS_DEV void load_first_x(const params &p, const smem_map &s, int n_local) {
   using C = shape<M, MT, FORMAT>;
-  if (M == 1) bar_arrive_expect(s.x_full, p.n_blocks * C::X_BLOCK);
-  grid_wait();
-  *is_open = 1;
   if (M == 1) {
+    bar_arrive_expect(s.x_full, p.n_blocks * C::X_BLOCK);
     bulk_load(s.x, p.x, p.n_blocks * C::X_BLOCK, s.x_full);
     return;
   }
-  const int per_tile = (p.n_blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
-  int slot = 0;
-  uint32_t parity = 1;
-  for (int tile = 0; tile < n_local; tile++)
-    for (int i = 0; i < per_tile; i++) {
-      const int n = min(STAGE_BLOCKS, p.n_blocks - i * STAGE_BLOCKS);
-      bar_wait(s.empty + slot * 8, parity);
-      bulk_load(s.ring + slot * C::STAGE + C::W_STAGE, p.x + (size_t)i * STAGE_BLOCKS * C::X_BLOCK, n * C::X_BLOCK, s.full + slot * 8);
-      if (++slot == p.stages) slot = 0, parity ^= 1;
-    }
+  const int per_tile = (p.n_blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS, total = min(p.stages, per_tile * n_local);
+  for (int k = 0, i = 0; k < total; k++, i = i + 1 == per_tile ? 0 : i + 1)
+    bulk_load(s.ring + k * C::STAGE + C::W_STAGE, p.x + (size_t)i * STAGE_BLOCKS * C::X_BLOCK,
+              min(STAGE_BLOCKS, p.n_blocks - i * STAGE_BLOCKS) * C::X_BLOCK, s.full + k * 8);
 }
 #endif
 
-template <int M, int MT, int FORMAT> __global__ void __launch_bounds__(THREADS, M == 16 ? 1 : 2) gemm_w4a16_kernel(const __grid_constant__ params p) {
+template <int M, int MT, int FORMAT> __global__ void __launch_bounds__(THREADS, M == 16 ? 1 : 2)
+    gemm_w4a16_kernel(const __grid_constant__ params p) {
 #if SITS_SM90
   using C = shape<M, MT, FORMAT>;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -363,15 +369,21 @@ template <int M, int MT, int FORMAT> __global__ void __launch_bounds__(THREADS, 
     bar_fence_init();
   }
   __syncthreads();
-  if (warp < CONSUMERS) consume<M, MT, FORMAT>(p, s, n_local);
-  else if (warp == WARP_FINISH) finish<M, MT, FORMAT>(p, s, tile0, n_local);
-  else if (lane == 0 && warp == WARP_WEIGHT) load_weights<M, MT, FORMAT>(p, s, tile0, n_local, is_open);
-  else if (lane == 0 && warp == WARP_X) load_x<M, MT, FORMAT>(p, s, n_local, is_open);
+  if (warp < CONSUMERS)
+    consume<M, MT, FORMAT>(p, s, n_local);
+  else if (warp == WARP_FINISH) {
+    grid_wait();
+    if (lane == 0) *is_open = 1, load_first_x<M, MT, FORMAT>(p, s, n_local);
+    __syncwarp();
+    finish<M, MT, FORMAT>(p, s, tile0, n_local);
+  } else if (lane == 0)
+    load_stages<M, MT, FORMAT>(p, s, tile0, n_local, warp - WARP_LOAD, is_open);
 #endif
 }
 
 template <int M, int MT, int FORMAT> int launch_shape(const params &p, const struct k_w4a16_plan &plan, k_stream at) {
-  return launch_kernel(gemm_w4a16_kernel<M, MT, FORMAT>, dim3(plan.grid), dim3(THREADS), plan.smem_bytes, (cudaStream_t)at.stream, at.pdl, p);
+  return launch_kernel(gemm_w4a16_kernel<M, MT, FORMAT>, dim3(plan.grid), dim3(THREADS), plan.smem_bytes, (cudaStream_t)at.stream, at.pdl,
+                       p);
 }
 
 template <int M, int MT, int FORMAT> void plan_memory(int n_blocks, int output, struct k_w4a16_plan *plan) {
@@ -397,13 +409,20 @@ extern "C" bool k_w4a16_plan(const struct k_w4a16 *a, int32_t n_sm, struct k_w4a
   plan->grid = n_sm; /* also where there are fewer tiles: a CTA without work keeps its SM from taking two of the next kernel */
   plan->pace_cycles = 300;
   const bool g128 = a->format == K_W4_G128;
-  if (wide) plan_memory<1, 3, K_W4_G128>(n_blocks, a->output, plan);
-  else if (plan->m == 1 && g128) plan_memory<1, 2, K_W4_G128>(n_blocks, a->output, plan);
-  else if (plan->m == 1) plan_memory<1, 2, K_W4_G32M>(n_blocks, a->output, plan);
-  else if (plan->m == 8 && g128) plan_memory<8, 2, K_W4_G128>(n_blocks, a->output, plan);
-  else if (plan->m == 8) plan_memory<8, 2, K_W4_G32M>(n_blocks, a->output, plan);
-  else if (g128) plan_memory<16, 2, K_W4_G128>(n_blocks, a->output, plan);
-  else plan_memory<16, 2, K_W4_G32M>(n_blocks, a->output, plan);
+  if (wide)
+    plan_memory<1, 3, K_W4_G128>(n_blocks, a->output, plan);
+  else if (plan->m == 1 && g128)
+    plan_memory<1, 2, K_W4_G128>(n_blocks, a->output, plan);
+  else if (plan->m == 1)
+    plan_memory<1, 2, K_W4_G32M>(n_blocks, a->output, plan);
+  else if (plan->m == 8 && g128)
+    plan_memory<8, 2, K_W4_G128>(n_blocks, a->output, plan);
+  else if (plan->m == 8)
+    plan_memory<8, 2, K_W4_G32M>(n_blocks, a->output, plan);
+  else if (g128)
+    plan_memory<16, 2, K_W4_G128>(n_blocks, a->output, plan);
+  else
+    plan_memory<16, 2, K_W4_G32M>(n_blocks, a->output, plan);
   return plan->stages >= 2; /* false: x of one token does not fit beside two stages (more than about 40,000 columns) */
 }
 
@@ -427,7 +446,8 @@ extern "C" int sits_k_w4a16(const struct k_w4a16 *a, int32_t n_sm, struct k_stre
   p.x_width = a->x_width, p.eps = a->eps, p.x_n_ssq = a->x_n_ssq;
   p.n_blocks = k_blocks(a->cols), p.n_row_tiles = k_row_tiles(a->rows);
   p.n_tiles = (p.n_row_tiles + plan.row_tiles - 1) / plan.row_tiles;
-  p.rows = a->rows, p.n_tokens = a->n_tokens, p.ld = a->ld, p.output = a->output, p.stages = plan.stages, p.pace_cycles = plan.pace_cycles;
+  p.rows = a->rows, p.n_tokens = a->n_tokens, p.ld = a->ld, p.output = a->output, p.stages = plan.stages,
+  p.pace_cycles = plan.pace_cycles;
   const bool g128 = a->format == K_W4_G128;
   if (plan.row_tiles == 3) return launch_shape<1, 3, K_W4_G128>(p, plan, at);
   if (plan.m == 1) return g128 ? launch_shape<1, 2, K_W4_G128>(p, plan, at) : launch_shape<1, 2, K_W4_G32M>(p, plan, at);

@@ -1,13 +1,19 @@
-/* y[n][r] = x_scale[n] * channel[r] * sum_k (m[r][k/128] (q[r][k] - 8)) x8[n][k] for 17 and more tokens n; weights packed 4-bit, widened in
+/* y[n][r] = x_scale[n] * channel[r] * sum_k (m[r][k/128] (q[r][k] - 8)) x8[n][k] for 17 and more tokens n; weights packed 4-bit, widened
+ * in
  * registers to s8 with the group multiplier m = scale / channel = 1..16 absorbed; activations s8; products by wgmma s8, sums s32.
  *
- * Arguments: struct k_w4a8 (kernels.h). x in tiles [token tile][column block][N][128], swizzled as wgmma reads them (common/activation.cuh).
- * Work split: a CTA takes 128 weight rows (two warpgroups of 64), one token tile of N = 16, 32, 64, 96 or 128, and one of n_split equal runs
- *   of column blocks. grid.x = row tile * n_split + split, grid.y = token tile. Split sums go to slabs that the next kernel adds in order.
- * Shared memory: barriers 1 KiB, then stages of `stage_blocks` column blocks: N * 128 bytes of x (1,024-byte aligned) + 8 * 1,056 of weights
+ * Arguments: struct k_w4a8 (kernels.h). x in tiles [token tile][column block][N][128], swizzled as wgmma reads them
+ * (common/activation.cuh).
+ * Work split: a CTA takes 128 weight rows (two warpgroups of 64), one token tile of N = 16, 32, 64, 96 or 128, and one of n_split equal
+ * runs
+ *   of column blocks. grid.x = row tile * n_split + split, grid.y = token tile. Split sums go to slabs that the next kernel adds in
+ *   order.
+ * Shared memory: barriers 1 KiB, then stages of `stage_blocks` column blocks: N * 128 bytes of x (1,024-byte aligned) + 8 * 1,056 of
+ * weights
  *   each. At most 113 KiB up to N = 64, so that two CTAs (of this or of the next kernel) share an SM; 220 KiB beyond.
- * Pipeline: eight lanes of one warp each copy one 16-row tile of the stage; another warp copies the activations (after grid_wait; weights
- *   before). In one warp the two would wait for each other's barriers.
+ * Pipeline: two loader warps take turns; eight lanes each copy one 16-row tile of the stage, a ninth the activations (in the first round
+ * thread 0
+ *   does that, after grid_wait; weights before).
  *   A warpgroup widens the next block's registers while the wgmmas of the previous block run; one group stays in flight.
  * Numerics: exact integers; one rounding in the epilogue. Bitwise independent of n_split up to the order of n_split f32 additions.
  * Limits: sm_90a; scales must be channel * integer; T any (grid.y). rows a multiple of 16 are stored, others masked.
@@ -19,7 +25,7 @@
 #include "kernels.h"
 
 namespace {
-constexpr int ROWS = 128, ROW_TILES = 8, WARP_LOAD = 8, WARP_X = 9, THREADS = 320, UNIT = K_W4_G128_UNIT, W_BLOCK = ROW_TILES * UNIT;
+constexpr int ROWS = 128, ROW_TILES = 8, WARP_LOAD = 8, LOADERS = 2, THREADS = 320, UNIT = K_W4_G128_UNIT, W_BLOCK = ROW_TILES * UNIT;
 constexpr int HALF_SM_BYTES = 113 * 1024, FULL_SM_BYTES = 220 * 1024, MAX_STAGES = 16;
 
 struct params {
@@ -64,23 +70,27 @@ template <int N> SITS_DEV void multiply(int (&d)[N / 2], const uint32_t (&a)[16]
 SITS_DEV void store_pair(const params &p, int row, int n, float v, int split) {
   if (row >= p.rows || n >= p.n_tokens) return;
   const size_t at = (size_t)n * p.ld + row;
-  if (p.output == K_W4A8_F16) ((__half *)p.y)[at] = __float2half_rn(fminf(fmaxf(v, -65504.f), 65504.f));
-  else ((float *)p.y)[split * p.slab_stride + at] = v;
+  if (p.output == K_W4A8_F16)
+    ((__half *)p.y)[at] = __float2half_rn(fminf(fmaxf(v, -65504.f), 65504.f));
+  else
+    ((float *)p.y)[split * p.slab_stride + at] = v;
 }
 
-template <int N> SITS_DEV void store_tile(const params &p, const int (&d)[N / 2], int row0, int split, int lane) {
+/* scale: channel scales of rows g and g+8; x_scale: of the tile's tokens, in shared memory. */
+template <int N> SITS_DEV void store_tile(const params &p, const int (&d)[N / 2], const float *x_scale, float s0, float s1, int row0,
+                                          int split, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  const float s0 = row0 + g < p.n_row_tiles * 16 ? p.channel[row0 + g] : 0.f, s1 = row0 + g + 8 < p.n_row_tiles * 16 ? p.channel[row0 + g + 8] : 0.f;
 #pragma unroll
   for (int j = 0; j < N / 8; j++)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const int n = blockIdx.y * N + j * 8 + t * 2 + e;
-      const float x = n < p.n_tokens ? __ldcg(p.x_scale + n) : 0.f;
+      const int column = j * 8 + t * 2 + e, n = blockIdx.y * N + column;
+      const float x = x_scale[column];
       const float v0 = (float)d[j * 4 + e] * s0 * x, v1 = (float)d[j * 4 + 2 + e] * s1 * x;
       if (p.output == K_W4A8_SWIGLU) {
         if (n < p.n_tokens && row0 + g < p.rows)
-          ((__half *)p.y)[(size_t)n * p.ld + row0 / 2 + g] = __float2half_rn(fminf(fmaxf(v0 / (1.f + __expf(-v0)) * v1, -65504.f), 65504.f));
+          ((__half *)p.y)[(size_t)n * p.ld + row0 / 2 + g] =
+              __float2half_rn(fminf(fmaxf(v0 / (1.f + __expf(-v0)) * v1, -65504.f), 65504.f));
       } else {
         store_pair(p, row0 + g, n, v0, split);
         store_pair(p, row0 + g + 8, n, v1, split);
@@ -103,42 +113,40 @@ template <int N> __global__ void __launch_bounds__(THREADS, N <= 64 ? 2 : 1) gem
     bar_fence_init();
   }
   __syncthreads();
-  if (warp == WARP_LOAD) {
-    if (lane < ROW_TILES) { /* weights: one 16-row tile a lane */
-      const uint64_t policy = policy_evict_first();
-      const int tile = min(row_tile * ROW_TILES + lane, p.n_row_tiles - 1);
-      const uint8_t *w = p.weight + (size_t)tile * p.n_blocks * UNIT;
-      int slot = 0;
-      uint32_t parity = 1;
-      for (int b = block0; b < block1; b += p.stage_blocks) {
-        const int n = min(p.stage_blocks, block1 - b);
-        bar_wait(empty + slot * 8, parity);
-        if (lane == 0) bar_arrive_expect(full + slot * 8, n * (N * 128 + W_BLOCK));
-        __syncwarp(0xFF);
-        bulk_load_hint(ring + slot * stage_bytes + x_stage + lane * (p.stage_blocks * UNIT), w + (size_t)b * UNIT, n * UNIT, full + slot * 8, policy);
-        if (++slot == p.stages) slot = 0, parity ^= 1;
-      }
-    }
-    return;
-  }
-  if (warp == WARP_X) {
-    if (lane == 0) {
-      grid_wait();
-      const uint8_t *x = p.x + (size_t)blockIdx.y * p.n_blocks * N * 128;
-      int slot = 0;
-      uint32_t parity = 1;
-      for (int b = block0; b < block1; b += p.stage_blocks) {
-        const int n = min(p.stage_blocks, block1 - b);
-        bar_wait(empty + slot * 8, parity);
+  const uint8_t *x = p.x + (size_t)blockIdx.y * p.n_blocks * N * 128;
+  if (warp >=
+      WARP_LOAD) { /* loader w brings every second stage: lanes 0-7 a 16-row tile each, lane 8 the activations after the first round */
+    const uint64_t policy = policy_evict_first();
+    const int which = warp - WARP_LOAD, tile = min(row_tile * ROW_TILES + (lane & 7), p.n_row_tiles - 1);
+    const uint8_t *w = p.weight + (size_t)tile * p.n_blocks * UNIT;
+    int slot = which;
+    uint32_t parity = 1;
+    if (lane > ROW_TILES) return;
+    for (int k = which, b = block0 + which * p.stage_blocks; b < block1; b += LOADERS * p.stage_blocks, k += LOADERS, slot += LOADERS) {
+      if (slot >= p.stages) slot -= p.stages, parity ^= 1;
+      const int n = min(p.stage_blocks, block1 - b);
+      bar_wait(empty + slot * 8, parity);
+      if (lane == 0) bar_arrive_expect(full + slot * 8, n * (N * 128 + W_BLOCK));
+      __syncwarp(0x1FF);
+      if (lane < ROW_TILES)
+        bulk_load_hint(ring + slot * stage_bytes + x_stage + lane * (p.stage_blocks * UNIT), w + (size_t)b * UNIT, n * UNIT,
+                       full + slot * 8, policy);
+      else if (k >= p.stages)
         bulk_load(ring + slot * stage_bytes, x + (size_t)b * N * 128, n * N * 128, full + slot * 8);
-        if (++slot == p.stages) slot = 0, parity ^= 1;
-      }
+      __syncwarp(0x1FF);
     }
     return;
   }
+  if (threadIdx.x == 0) { /* activations of the ring's first round */
+    grid_wait();
+    for (int k = 0, b = block0; k < p.stages && b < block1; k++, b += p.stage_blocks)
+      bulk_load(ring + k * stage_bytes, x + (size_t)b * N * 128, min(p.stage_blocks, block1 - b) * N * 128, full + k * 8);
+  }
+  __syncwarp();
   const int g = lane >> 2, row0 = row_tile * ROWS + warp * 16;
   const int limit = p.n_row_tiles * 16;
-  const float inv0 = row0 + g < limit ? 1.f / p.channel[row0 + g] : 0.f, inv1 = row0 + g + 8 < limit ? 1.f / p.channel[row0 + g + 8] : 0.f;
+  const int at0 = min(row0 + g, limit - 1), at1 = min(row0 + g + 8, limit - 1);
+  const float inv0 = 1.f / __ldg(p.channel + at0), inv1 = 1.f / __ldg(p.channel + at1);
   int d[N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; i++) d[i] = 0;
@@ -149,7 +157,8 @@ template <int N> __global__ void __launch_bounds__(THREADS, N <= 64 ? 2 : 1) gem
     const int n = min(p.stage_blocks, block1 - b);
     bar_wait(full + slot * 8, parity);
     const uint32_t stage = ring + slot * stage_bytes, w = stage + x_stage + warp * (p.stage_blocks * UNIT);
-    for (int i = 0; i < n; i += 2) { /* two blocks a turn: the register sets have compile-time names; a missing second block counts zero */
+    for (int i = 0; i < n;
+         i += 2) { /* two blocks a turn: the register sets have compile-time names; a missing second block counts zero */
       const bool has_second = i + 1 < n;
       const float2 s = half2_to_float2(lds32(w + i * UNIT + K_W4_NIBBLE_BYTES + g * 4));
       widen(a0, w + i * UNIT, lane, multiplier(s.x, inv0, true), multiplier(s.y, inv1, true));
@@ -164,9 +173,13 @@ template <int N> __global__ void __launch_bounds__(THREADS, N <= 64 ? 2 : 1) gem
     freed = slot;
     if (++slot == p.stages) slot = 0, parity ^= 1;
   }
-  wgmma_wait<0>();
+  float *x_scale = (float *)(smem + 16 * MAX_STAGES); /* the barriers end there */
   grid_wait();
-  store_tile<N>(p, d, row0, split, lane);
+  if (threadIdx.x < N)
+    x_scale[threadIdx.x] = blockIdx.y * N + threadIdx.x < p.n_tokens ? __ldcg(p.x_scale + blockIdx.y * N + threadIdx.x) : 0.f;
+  asm volatile("bar.sync 1, 256;" ::: "memory");
+  wgmma_wait<0>();
+  store_tile<N>(p, d, x_scale, __ldg(p.channel + at0), __ldg(p.channel + at1), row0, split, lane);
 #endif
 }
 
@@ -192,15 +205,15 @@ extern "C" bool k_w4a8_plan(const struct k_w4a8 *a, int32_t n_sm, struct k_w4a8_
   plan->stages = ((plan->tile <= 64 ? HALF_SM_BYTES : FULL_SM_BYTES) - 1024) / stage;
   if (plan->stages > MAX_STAGES) plan->stages = MAX_STAGES;
   plan->smem_bytes = 1024 + plan->stages * stage;
-  /* Smallest split whose last wave of 2 CTAs per SM is at least 85 % full; only slabs can be split. */
+  /* Splits of k are for slabs only. The time of a split: waves * (blocks a CTA + what a CTA costs before and after its blocks). */
   plan->n_split = 1;
   if (a->output == K_W4A8_SLAB_F32) {
-    const int per_sm = plan->tile <= 64 ? 2 : 1, slots = per_sm * n_sm;
-    double best = 0;
-    for (int s = 1; s <= 8 && s <= n_blocks / 2; s++) {
-      const int ctas = plan->grid_tiles * plan->token_tiles * s, waves = (ctas + slots - 1) / slots;
-      const double full = (double)ctas / ((double)waves * slots) - 0.02 * s;
-      if (full > best + 1e-9) best = full, plan->n_split = s;
+    const int slots = (plan->tile <= 64 ? 2 : 1) * n_sm, overhead = 6;
+    int best = 0;
+    for (int s = 1; s <= 8 && s <= n_blocks; s++) {
+      const int ctas = plan->grid_tiles * plan->token_tiles * s,
+                cost = (ctas + slots - 1) / slots * ((n_blocks + s - 1) / s + overhead) + s;
+      if (s == 1 || cost < best) best = cost, plan->n_split = s;
     }
   }
   return true;
@@ -220,7 +233,8 @@ extern "C" int sits_k_w4a8(const struct k_w4a8 *a, int32_t n_sm, struct k_stream
   if (!k_w4a8_plan(a, n_sm, &plan)) return cudaErrorInvalidValue;
   params p = {};
   p.weight = (const uint8_t *)a->weight, p.channel = a->channel, p.x_scale = a->x_scale, p.x = (const uint8_t *)a->x, p.y = a->y;
-  p.rows = a->rows, p.n_row_tiles = k_row_tiles(a->rows), p.n_blocks = k_blocks(a->cols), p.n_tokens = a->n_tokens, p.n_split = plan.n_split;
+  p.rows = a->rows, p.n_row_tiles = k_row_tiles(a->rows), p.n_blocks = k_blocks(a->cols), p.n_tokens = a->n_tokens,
+  p.n_split = plan.n_split;
   p.ld = a->ld, p.output = a->output, p.stages = plan.stages, p.stage_blocks = plan.stage_blocks, p.slab_stride = a->slab_stride;
   switch (plan.tile) {
   case 16: return launch_tile<16>(p, plan, at);

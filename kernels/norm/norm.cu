@@ -1,8 +1,10 @@
 /* h[t][e] += sum_i slab[i][t][e];  out[r] = form(h[t] / sqrt(mean(h[t]^2) + eps) * gain), t = row_token[r] or r.
  *
  * Arguments: struct k_norm (kernels.h). E a multiple of 8, at most 16,384.
- * Work split: one CTA of 512 threads per row, which stays in registers (eight values a piece): one pass, one barrier; the largest magnitude
- *   for an 8-bit scale is reduced together with the sum of squares. With row_token the same h row may be read by several CTAs, so the sum is not written back.
+ * Work split: one CTA of 512 threads per row, which stays in registers (eight values a piece): one pass, one barrier; the largest
+ * magnitude
+ *   for an 8-bit scale is reduced together with the sum of squares. With row_token the same h row may be read by several CTAs, so the sum
+ *   is not written back.
  * Numerics: f32 throughout, slabs summed in index order, so results depend on nothing but the inputs. Tolerance 1e-3 (f16 out).
  * Cost: E (8 + 4 n_slabs) bytes a row from L2; latency-bound in decode.
  * Links: twin ref_rmsnorm (tests/gpu/gpu_ref.c), test tests/gpu/test_ops.c.
@@ -37,7 +39,8 @@ template <int N> __global__ void __launch_bounds__(THREADS) norm_kernel(const __
     for (int s = 0; s < p.n_slabs; s++) {
       const float4 *slab = (const float4 *)(p.slabs + s * p.slab_stride + (size_t)t * p.width + c);
       const float4 a = __ldcg(slab), b = __ldcg(slab + 1);
-      x[k].v[0] += a.x, x[k].v[1] += a.y, x[k].v[2] += a.z, x[k].v[3] += a.w, x[k].v[4] += b.x, x[k].v[5] += b.y, x[k].v[6] += b.z, x[k].v[7] += b.w;
+      x[k].v[0] += a.x, x[k].v[1] += a.y, x[k].v[2] += a.z, x[k].v[3] += a.w, x[k].v[4] += b.x, x[k].v[5] += b.y, x[k].v[6] += b.z,
+          x[k].v[7] += b.w;
     }
     if (p.n_slabs && !p.row_token) *(float4 *)(h + c) = *(float4 *)&x[k].v[0], *(float4 *)(h + c + 4) = *(float4 *)&x[k].v[4];
 #pragma unroll

@@ -26,5 +26,6 @@ __global__ void __launch_bounds__(512) read_kernel(const uint4 *src, long long n
 } // namespace
 
 extern "C" int sits_k_read(const void *src, int64_t n_bytes, uint32_t *sink, int32_t n_sm, struct k_stream at) {
-  return launch_kernel(read_kernel, dim3(2 * n_sm), dim3(512), 0, (cudaStream_t)at.stream, false, (const uint4 *)src, (long long)(n_bytes / 16), sink);
+  return launch_kernel(read_kernel, dim3(2 * n_sm), dim3(512), 0, (cudaStream_t)at.stream, false, (const uint4 *)src,
+                       (long long)(n_bytes / 16), sink);
 }

@@ -30,7 +30,8 @@ constexpr int THREADS = 512;
 
 template <int SOURCE> SITS_DEV vec8 fetch(const k_convert &p, size_t row, int c) {
   if (SOURCE == K_SRC_F16) return eight_f16((const __half *)p.x + row + c);
-  if (SOURCE == K_SRC_F16_GATE_UP) return swiglu(eight_f16((const __half *)p.x + row + 2 * c), eight_f16((const __half *)p.x + row + 2 * c + 8));
+  if (SOURCE == K_SRC_F16_GATE_UP)
+    return swiglu(eight_f16((const __half *)p.x + row + 2 * c), eight_f16((const __half *)p.x + row + 2 * c + 8));
   return swiglu(eight_f32((const float *)p.x + row + 2 * c), eight_f32((const float *)p.x + row + 2 * c + 8));
 }
 
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(256) add_bias_kernel(__half *y, const float *b
 extern "C" int sits_k_add_bias(void *y, const float *bias, int32_t n_tokens, int32_t width, struct k_stream at) {
   const long long n = (long long)n_tokens * width;
   const int blocks = (int)((n + 1023) / 1024);
-  return launch_kernel(add_bias_kernel, dim3(blocks < 1056 ? blocks : 1056), dim3(256), 0, (cudaStream_t)at.stream, at.pdl, (__half *)y, bias, n_tokens, width);
+  return launch_kernel(add_bias_kernel, dim3(blocks < 1056 ? blocks : 1056), dim3(256), 0, (cudaStream_t)at.stream, at.pdl, (__half *)y,
+                       bias, n_tokens, width);
 }
 
 extern "C" int sits_k_convert(const struct k_convert *a, struct k_stream at) {

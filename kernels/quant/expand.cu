@@ -1,4 +1,5 @@
-/* out[r][c] = the 4-bit weight as e4m3 (without its channel scale) or as f16, row-major: what cuBLASLt multiplies when a step has many tokens.
+/* out[r][c] = the 4-bit weight as e4m3 (without its channel scale) or as f16, row-major: what cuBLASLt multiplies when a step has many
+ * tokens.
  *
  * Arguments: struct k_expand (kernels.h). Columns beyond `cols` come out as zeros (their scales are zero).
  * Work split: a warp per packed unit of 16 rows x 128 columns, four units a CTA; a lane holds eight words = two rows x 4 columns each.
@@ -58,7 +59,8 @@ __global__ void __launch_bounds__(128) expand_e4m3_kernel(const __grid_constant_
   const uint32_t w[8] = {v0.x, v0.y, v0.z, v0.w, v1.x, v1.y, v1.z, v1.w};
   const float2 s = half2_to_float2(*(const uint32_t *)(unit + K_W4_NIBBLE_BYTES + g * 4));
   const float m0 = s.x / p.channel[row + g], m1 = s.y / p.channel[row + g + 8];
-  const uint32_t a0 = pack_half2(m0, m0), b0 = pack_half2(-24.f * m0, -24.f * m0), a1 = pack_half2(m1, m1), b1 = pack_half2(-264.f * m1, -264.f * m1);
+  const uint32_t a0 = pack_half2(m0, m0), b0 = pack_half2(-24.f * m0, -24.f * m0), a1 = pack_half2(m1, m1),
+                 b1 = pack_half2(-264.f * m1, -264.f * m1);
   uint32_t x0[8], x1[8], r[2][4];
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -97,7 +99,8 @@ __global__ void __launch_bounds__(128) expand_f16_kernel(const __grid_constant__
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         float2 f;
-        if (has_min) f = half2_to_float2(*(const uint32_t *)(unit + K_W4_NIBBLE_BYTES + step * 64 + g * 8 + h * 4));
+        if (has_min)
+          f = half2_to_float2(*(const uint32_t *)(unit + K_W4_NIBBLE_BYTES + step * 64 + g * 8 + h * 4));
         else {
           f.x = __half2float(*(const __half *)(unit + K_W4_NIBBLE_BYTES + g * 4 + h * 2));
           f.y = -8.f * f.x;
@@ -107,7 +110,8 @@ __global__ void __launch_bounds__(128) expand_f16_kernel(const __grid_constant__
 #pragma unroll
         for (int e = 0; e < 4; e++) x[e] = fmaf(f.x, (float)(q >> (8 * e) & 15u), f.y);
         if (row + g + 8 * h < p.rows)
-          *(uint2 *)((__half *)p.out + (size_t)(row + g + 8 * h) * n_blocks * K_GROUP + col) = make_uint2(pack_half2(x[0], x[1]), pack_half2(x[2], x[3]));
+          *(uint2 *)((__half *)p.out + (size_t)(row + g + 8 * h) * n_blocks * K_GROUP + col) =
+              make_uint2(pack_half2(x[0], x[1]), pack_half2(x[2], x[3]));
       }
     }
   }
@@ -120,7 +124,8 @@ __global__ void __launch_bounds__(256) fill_w4_kernel(const __grid_constant__ k_
     const long long unit = i / unit_words;
     const int o = (int)(i % unit_words), row0 = (int)(unit / n_blocks) * 16;
     uint32_t h = hash32((uint32_t)i * 2u + hash32((uint32_t)(i >> 31) + p.seed));
-    if (o < K_W4_NIBBLE_BYTES / 4) h ^= hash32(h + (uint32_t)i);
+    if (o < K_W4_NIBBLE_BYTES / 4)
+      h ^= hash32(h + (uint32_t)i);
     else if (p.format == K_W4_G128) { /* rows g and g+8 */
       const int g = o - K_W4_NIBBLE_BYTES / 4;
       __half c0 = __float2half_rn(p.scale * (1.f + (hash32(p.seed + row0 + g) & 255) / 512.f));
@@ -143,7 +148,8 @@ extern "C" int sits_k_expand(const struct k_expand *a, struct k_stream at) {
   const int n_blocks = k_blocks(a->cols), n_units = k_row_tiles(a->rows) * n_blocks;
   const dim3 grid((n_units + 3) / 4), block(128);
   if (a->to_e4m3 && (a->format != K_W4_G128 || !a->channel)) return cudaErrorInvalidValue;
-  return launch_kernel(a->to_e4m3 ? expand_e4m3_kernel : expand_f16_kernel, grid, block, 0, (cudaStream_t)at.stream, at.pdl, *a, n_units, n_blocks);
+  return launch_kernel(a->to_e4m3 ? expand_e4m3_kernel : expand_f16_kernel, grid, block, 0, (cudaStream_t)at.stream, at.pdl, *a, n_units,
+                       n_blocks);
 }
 
 extern "C" int sits_k_fill_w4(const struct k_fill_w4 *a, struct k_stream at) {

@@ -1,11 +1,12 @@
 /* q = rotate(norm(q)); k, v of every token of the step go to their pages in the codec's form.
  *
  * Arguments: struct k_rope_append (kernels.h).
- * Work split: grid.x takes 16 tokens (up to 512 tokens: one). grid.y first: one query head, a warp per token (few tokens: four heads, a warp
- *   each). grid.y then: one KV head; a token that is the first of
+ * Work split: grid.x takes eight tokens (up to 512 tokens: one). grid.y first: one query head, a warp per token (few tokens: eight heads,
+ * a
+ *   warp each). grid.y then: one KV head; a token that is the first of
  *   its 16-token block in this step brings the whole block (up to 16 tokens of one sequence), because int4 words hold nibbles of several
  *   tokens; the others are skipped. Words of a block that the step covers in part keep their other nibbles.
- * Shared memory: 4 warps * D * 4 bytes, and for int4 16 * 2 D codes + scales.
+ * Shared memory: 8 warps * D * 4 bytes, and for int4 16 * 2 D codes + scales.
  * Numerics: rotation f32; f16 saturates; int8 scale = max|x| / 127; int4 see kv_tile.cuh.
  * Limits: D <= 256, a multiple of 32 for int4 (a power of two there), of 8 otherwise.
  * Links: twin ref_rope (tests/gpu/gpu_ref.c), test tests/gpu/test_attention.c.
@@ -14,7 +15,7 @@
 #include "common/launch.cuh"
 
 namespace {
-constexpr int MAX_D = 256;
+constexpr int MAX_D = 256, WARPS = 8, THREADS = 32 * WARPS;
 
 /* RoPE and norm for head sizes that are no multiple of 32 (tiny models): one lane strides over the vector. */
 SITS_DEV void prepare_head_any(float *v, int d_head, int lane, const float *gain, float eps, const k_rope &rope, int position) {
@@ -43,30 +44,47 @@ SITS_DEV void prepare_head_any(float *v, int d_head, int lane, const float *gain
   __syncwarp();
 }
 
-SITS_DEV void prepare(float *v, const k_rope_append &p, int lane, const float *gain, int position) {
-  const int d = p.kv.head_dim;
-  if (d % 32 == 0) kv::prepare_head(v, d, lane, gain, p.eps, p.rope, position, p.kv.codec == K_KV_INT4);
-  else prepare_head_any(v, d, lane, gain, p.eps, p.rope, position);
+SITS_DEV float projection(const k_rope_append &p, size_t at, int column) {
+  if (p.qkv) return __half2float(__ldcg((const __half *)p.qkv + at));
+  float x = p.bias ? p.bias[column] : 0.f;
+  for (int i = 0; i < p.n_slabs; i++) x += __ldcg(p.slabs + i * p.slab_stride + at);
+  return x;
 }
 
-SITS_DEV float saturate(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
-
-/* Head `head` (0 .. H+2G-1) of a token's projections. */
-SITS_DEV void load_head(float *v, const k_rope_append &p, int token, int head, int lane) {
-  const int d = p.kv.head_dim;
+/* Head `head` (0 .. H+2G-1) of a token's projections, rotated when it is a query or a key -> v in shared memory. D = 0: any head size.
+ * All loads of a head are in flight together. */
+template <int D> SITS_DEV void load_head(float *v, const k_rope_append &p, int token, int position, int head, int lane) {
+  const int d = D ? D : p.kv.head_dim;
   const size_t at = (size_t)token * (p.kv.n_heads + 2 * p.kv.n_kv_heads) * d + head * d;
+  const bool is_query = head < p.kv.n_heads, is_rotated = head < p.kv.n_heads + p.kv.n_kv_heads;
+  const float *gain = is_query ? p.q_gain : p.k_gain;
   __syncwarp();
-  for (int e = lane; e < d; e += 32) {
-    float x;
-    if (p.qkv) x = __half2float(__ldcg((const __half *)p.qkv + at + e));
-    else {
-      x = p.bias ? p.bias[head * d + e] : 0.f;
-      for (int i = 0; i < p.n_slabs; i++) x += __ldcg(p.slabs + i * p.slab_stride + at + e);
-    }
-    v[e] = x;
+  if constexpr (D > 0) {
+    float x[D / 32];
+    float2 angle[D / 32];
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) x[j] = projection(p, at + lane + j * 32, head * d + lane + j * 32);
+    if (is_rotated) kv::head_angles<D>(p.rope, position, lane, angle);
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
+    __syncwarp();
+    if (!is_rotated) return;
+    kv::rotate_head<D>(v, lane, gain, p.eps, p.rope, angle, p.kv.codec == K_KV_INT4, x);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
+  } else {
+    for (int e = lane; e < d; e += 32) v[e] = projection(p, at + e, head * d + e);
+    __syncwarp();
+    if (is_rotated && d % 32 == 0)
+      kv::prepare_head(v, d, lane, gain, p.eps, p.rope, position, p.kv.codec == K_KV_INT4);
+    else if (is_rotated)
+      prepare_head_any(v, d, lane, gain, p.eps, p.rope, position);
   }
   __syncwarp();
 }
+
+SITS_DEV float saturate(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
 
 /* One token's k or v in f16 or int8. A warp. */
 SITS_DEV void store_plain(const k_rope_append &p, uint8_t *tile, const float *v, int slot, bool is_value, int lane) {
@@ -84,33 +102,40 @@ SITS_DEV void store_plain(const k_rope_append &p, uint8_t *tile, const float *v,
   if (lane == 0) ((__half *)(tile + 2 * K_PAGE_TOKENS * d))[(is_value ? K_PAGE_TOKENS : 0) + slot] = scale;
 }
 
-/* Codes of a block in shared memory -> folded words of the tile; 128 threads. */
-SITS_DEV void store_words(uint8_t *tile, const uint8_t *codes, int d, int block, int first, int n) {
+/* Codes of a block in shared memory -> folded words of the tile; all threads. k_old, v_old: what this thread's first word of each held.
+ * */
+SITS_DEV void store_words(uint8_t *tile, const uint8_t *codes, int d, int block, int first, int n, uint32_t k_old, uint32_t v_old) {
   const bool is_whole = n == 16;
   for (int i = threadIdx.x; i < 2 * d; i += blockDim.x) { /* K: rows g, g+8, channels 4 c .. 4 c + 3 */
     int g = i & 7, c4 = (i >> 3) * 4;
     if (c4 < d) {
-      uint32_t *at = (uint32_t *)(tile + kv::k_place(d, block * 16 + g, c4).word_bytes), w = is_whole ? 0 : *at;
+      uint32_t *at = (uint32_t *)(tile + kv::k_place(d, block * 16 + g, c4).word_bytes), w = is_whole                ? 0
+                                                                                             : i == (int)threadIdx.x ? k_old
+                                                                                                                     : *at;
       for (int r = 0; r < 2; r++)
         if (g + 8 * r >= first && g + 8 * r < first + n)
-          for (int c = 0; c < 4; c++) w = kv::insert_nibble(w, kv::k_place(d, block * 16 + g + 8 * r, c4 + c).shift, codes[(g + 8 * r) * 2 * d + c4 + c]);
+          for (int c = 0; c < 4; c++)
+            w = kv::insert_nibble(w, kv::k_place(d, block * 16 + g + 8 * r, c4 + c).shift, codes[(g + 8 * r) * 2 * d + c4 + c]);
       *at = w;
     }
   }
   for (int i = threadIdx.x; i < 2 * d; i += blockDim.x) { /* V: channels dd, dd+8, tokens 2t, 2t+1, 2t+8, 2t+9 */
     int t = i & 3, dd = (i >> 2 & 7) + (i >> 5) * 16;
-    uint32_t *at = (uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, dd).word_bytes), w = is_whole ? 0 : *at;
+    uint32_t *at = (uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, dd).word_bytes), w = is_whole                ? 0
+                                                                                               : i == (int)threadIdx.x ? v_old
+                                                                                                                       : *at;
     for (int r = 0; r < 4; r++) {
       int tk = 2 * t + (r & 1) + (r >> 1) * 8;
       if (tk < first || tk >= first + n) continue;
-      for (int h = 0; h < 2; h++) w = kv::insert_nibble(w, kv::v_place(d, block * 16 + tk, dd + 8 * h).shift, codes[tk * 2 * d + d + dd + 8 * h]);
+      for (int h = 0; h < 2; h++)
+        w = kv::insert_nibble(w, kv::v_place(d, block * 16 + tk, dd + 8 * h).shift, codes[tk * 2 * d + d + dd + 8 * h]);
     }
     *at = w;
   }
 }
 
 /* If token t0 is the first of its 16-token block in this step: the whole block. The CTA. */
-SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int head, int warp, int lane) {
+template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int head, int warp, int lane) {
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim;
   const int s = kv.token_seq[t0];
@@ -121,51 +146,63 @@ SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int
   const int n = min(end - t0, 16 - (position & 15)), slot0 = position & (K_PAGE_TOKENS - 1), block = slot0 >> 4, first = slot0 & 15;
   const int page = kv.block_table[(size_t)s * kv.table_stride + position / K_PAGE_TOKENS];
   uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
-  for (int i = warp; i < 2 * n; i += 4) {
+  uint32_t k_old = 0, v_old = 0; /* fetched here so that they arrive while the codes are made */
+  if (kv.codec == K_KV_INT4 && n < 16 && (int)threadIdx.x < 2 * d) {
+    const int i = threadIdx.x, t = i & 3;
+    k_old = __ldcg((const uint32_t *)(tile + kv::k_place(d, block * 16 + (i & 7), (i >> 3) * 4).word_bytes));
+    v_old = __ldcg((const uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, (i >> 2 & 7) + (i >> 5) * 16).word_bytes));
+  }
+  for (int i = warp; i < 2 * n; i += WARPS) {
     const int token = t0 + (i >> 1), is_value = i & 1, slot = slot0 + (i >> 1);
-    load_head(v, p, token, kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
-    if (!is_value) prepare(v, p, lane, p.k_gain, position + (i >> 1));
+    load_head<D>(v, p, token, position + (i >> 1), kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
     if (kv.codec != K_KV_INT4) {
       store_plain(p, tile, v, slot, is_value, lane);
       continue;
     }
-    for (int j = 0; j < d / 32; j++) {
-      __half scale;
-      uint32_t q = kv::quantise4(v[lane + j * 32], &scale);
-      codes[((slot & 15) * 2 + is_value) * d + lane + j * 32] = (uint8_t)q;
-      if (lane == 0) *(__half *)(tile + (is_value ? kv::v_scale_offset(d, slot, j) : kv::k_scale_offset(d, slot, j))) = scale;
+    if constexpr (D > 0) { /* int4 pages exist for these head sizes only */
+      float x[D / 32];
+      uint32_t code[D / 32];
+      __half scale[D / 32];
+#pragma unroll
+      for (int j = 0; j < D / 32; j++) x[j] = v[lane + j * 32];
+      kv::quantise4<D / 32>(x, code, scale);
+#pragma unroll
+      for (int j = 0; j < D / 32; j++) {
+        codes[((slot & 15) * 2 + is_value) * D + lane + j * 32] = (uint8_t)code[j];
+        if (lane == j) *(__half *)(tile + (is_value ? kv::v_scale_offset(D, slot, j) : kv::k_scale_offset(D, slot, j))) = scale[j];
+      }
     }
   }
   if (kv.codec != K_KV_INT4) return;
   __syncthreads();
-  store_words(tile, codes, d, block, first, n);
+  store_words(tile, codes, d, block, first, n, k_old, v_old);
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(128) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta) {
+template <int D> __global__ void __launch_bounds__(THREADS, 4) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta) {
   extern __shared__ __align__(16) float shared[];
   grid_trigger();
   grid_wait();
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float *v = shared + warp * d;
-  const int q_rows = per_cta == 1 ? (kv.n_heads + 3) / 4 : kv.n_heads;
+  const int q_rows = per_cta == 1 ? (kv.n_heads + WARPS - 1) / WARPS : kv.n_heads;
   if ((int)blockIdx.y < q_rows) {
     const int first = per_cta == 1 ? blockIdx.x : blockIdx.x * per_cta + warp, end = min((int)(blockIdx.x + 1) * per_cta, kv.n_tokens);
-    const int head = per_cta == 1 ? blockIdx.y * 4 + warp : blockIdx.y;
+    const int head = per_cta == 1 ? blockIdx.y * WARPS + warp : blockIdx.y;
     if (head >= kv.n_heads) return;
-    for (int t = first; t < end; t += 4) {
+    for (int t = first; t < end; t += WARPS) {
       const int s = kv.token_seq[t];
       if (s < 0) continue;
       if (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1) continue;
-      load_head(v, p, t, head, lane);
-      prepare(v, p, lane, p.q_gain, kv.positions[t]);
+      load_head<D>(v, p, t, kv.positions[t], head, lane);
       for (int e = lane; e < d; e += 32) ((__half *)p.q)[((size_t)t * kv.n_heads + head) * d + e] = __float2half_rn(saturate(v[e]));
     }
     return;
   }
-  uint8_t *codes = (uint8_t *)(shared + 4 * d); /* [16][2][D] */
-  for (int t = blockIdx.x * per_cta; t < min((int)(blockIdx.x + 1) * per_cta, kv.n_tokens); t++) append_block(p, v, codes, t, blockIdx.y - q_rows, warp, lane);
+  uint8_t *codes = (uint8_t *)(shared + WARPS * d); /* [16][2][D] */
+  for (int t = blockIdx.x * per_cta; t < min((int)(blockIdx.x + 1) * per_cta, kv.n_tokens); t++)
+    append_block<D>(p, v, codes, t, blockIdx.y - q_rows, warp, lane);
 }
 
 __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ k_kv_gather p) {
@@ -190,7 +227,8 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
       for (int c = 0; c < 4; c++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const int token = block * 16 + (is_value ? 2 * t + (c & 1) + (c >> 1) * 8 : g + 8 * h), ch = step * 16 + (is_value ? g + 8 * h : 4 * t + c);
+          const int token = block * 16 + (is_value ? 2 * t + (c & 1) + (c >> 1) * 8 : g + 8 * h),
+                    ch = step * 16 + (is_value ? g + 8 * h : 4 * t + c);
           const int at = is_value ? kv::v_scale_offset(d, token, ch >> 5) : kv::k_scale_offset(d, token, ch >> 5);
           const float x = __half2float(*(const __half *)(tile + at)) * (float)((int)kv::extract_nibble(word, kv::nibble_shift(c, h)) - 8);
           dst[(row0 + token) * d + ch] = __float2half_rn(token < n ? x : 0.f);
@@ -210,13 +248,17 @@ extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream
   const int d = a->kv.head_dim;
   const bool is_int4 = a->kv.codec == K_KV_INT4;
   if (d > MAX_D || (is_int4 && (d % 32 || (d & (d - 1))))) return cudaErrorInvalidValue;
-  const size_t smem = (size_t)d * 4 * 4 + (is_int4 ? 32 * d : 0);
-  /* Few tokens: a CTA per token, so that nothing is done in turn; many: 16 tokens a CTA, or the empty CTAs would cost more than the work. */
-  const int per_cta = a->kv.n_tokens <= 512 ? 1 : 16, q_rows = per_cta == 1 ? (a->kv.n_heads + 3) / 4 : a->kv.n_heads;
-  return launch_kernel(rope_append_kernel, dim3((a->kv.n_tokens + per_cta - 1) / per_cta, q_rows + a->kv.n_kv_heads), dim3(128), smem, (cudaStream_t)at.stream,
-                       at.pdl, *a, per_cta);
+  const size_t smem = (size_t)d * 4 * WARPS + (is_int4 ? 32 * d : 0);
+  /* Few tokens: a CTA per token, so that nothing is done in turn; many: a warp per token, or empty CTAs would cost more than the work. */
+  const int per_cta = a->kv.n_tokens <= 512 ? 1 : WARPS, q_rows = per_cta == 1 ? (a->kv.n_heads + WARPS - 1) / WARPS : a->kv.n_heads;
+  return launch_kernel(d == 128  ? rope_append_kernel<128>
+                       : d == 64 ? rope_append_kernel<64>
+                                 : rope_append_kernel<0>,
+                       dim3((a->kv.n_tokens + per_cta - 1) / per_cta, q_rows + a->kv.n_kv_heads), dim3(THREADS), smem,
+                       (cudaStream_t)at.stream, at.pdl, *a, per_cta);
 }
 
 extern "C" int sits_k_kv_gather(const struct k_kv_gather *a, struct k_stream at) {
-  return launch_kernel(kv_gather_kernel, dim3(a->max_pages, a->kv.n_kv_heads, a->n_seqs), dim3(256), 0, (cudaStream_t)at.stream, at.pdl, *a);
+  return launch_kernel(kv_gather_kernel, dim3(a->max_pages, a->kv.n_kv_heads, a->n_seqs), dim3(256), 0, (cudaStream_t)at.stream, at.pdl,
+                       *a);
 }

@@ -1,10 +1,14 @@
 /* token[r] = argmax, or a draw from softmax(logits / temperature) cut by top-k, then min-p, then top-p; without a sort.
  *
- * Arguments: struct k_sample (kernels.h). logits [R][ld] f32. Parameters per row in device memory, so one captured graph serves all requests.
+ * Arguments: struct k_sample (kernels.h). logits [R][ld] f32. Parameters per row in device memory, so one captured graph serves all
+ * requests.
  * Work split: one CTA of 512 threads per row; the row (513 KB at V = 128,256) stays in L2 between passes. Greedy rows need one pass.
- * How: (1) maximum, argmax (lowest index wins) and the sum for the log probability. (2) top-k: the k-th largest value by radix descent on the
- *   order-preserving integer of the float, 8 bits a round, counts in shared memory. (3) min-p: value >= max + T ln(min_p). (4) top-p: the same
- *   descent with probability mass instead of counts: the smallest set of largest values whose mass reaches top_p of what is left. Values equal
+ * How: (1) maximum, argmax (lowest index wins) and the sum for the log probability. (2) top-k: the k-th largest value by radix descent on
+ * the
+ *   order-preserving integer of the float, 8 bits a round, counts in shared memory. (3) min-p: value >= max + T ln(min_p). (4) top-p: the
+ *   same
+ *   descent with probability mass instead of counts: the smallest set of largest values whose mass reaches top_p of what is left. Values
+ *   equal
  *   to a threshold are all kept. (5) the draw: u times the kept mass, located by sums over index order.
  * Shared memory: 256 counters of 8 bytes, reduction scratch.
  * Numerics: mass in 64-bit fixed point (2^-32 of the largest), so every sum is exact and results do not depend on the order of atomics.
@@ -69,7 +73,8 @@ SITS_DEV u64 sum_u64(u64 v, shared_state &s) {
   return v;
 }
 
-/* Largest key t such that values with key >= t weigh at least `goal`; a value weighs 1 (counts) or its mass. Only keys >= floor_key count. */
+/* Largest key t such that values with key >= t weigh at least `goal`; a value weighs 1 (counts) or its mass. Only keys >= floor_key
+ * count. */
 SITS_DEV uint32_t descend(const float *row, int n, shared_state &s, bool by_mass, u64 goal, uint32_t floor_key, float top, float inv_t) {
   uint32_t prefix = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {
@@ -97,7 +102,8 @@ SITS_DEV uint32_t descend(const float *row, int n, shared_state &s, bool by_mass
 
 /* First index, in index order, at which the running mass of the kept values exceeds target. */
 SITS_DEV int locate(const float *row, int n, shared_state &s, u64 target, uint32_t floor_key, float top, float inv_t) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, per = (n + WARPS - 1) / WARPS, begin = warp * per, end = min(n, begin + per);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, per = (n + WARPS - 1) / WARPS, begin = warp * per,
+            end = min(n, begin + per);
   u64 sum = 0;
   for (int i = begin + lane; i < end; i += 32) {
     float x = clean(__ldcg(row + i));

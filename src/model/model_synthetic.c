@@ -1,5 +1,5 @@
-/* Models without a file: the shapes of known ones, weights without data. A backend that can makes random 4-bit weights on the device (groups of
- * 128), so that speed can be judged without a checkpoint; the others refuse. Entry point: model_synthetic.
+/* Models without a file: the shapes of known ones, weights without data. A backend that can makes random 4-bit weights on the device
+ * (groups of 128), so that speed can be judged without a checkpoint; the others refuse. Entry point: model_synthetic.
  *
  * Shapes: llama3-1b (tied head), llama3-8b, llama3-70b as published; "tiny" is for tests. Every norm gain is one. */
 #include <stdio.h>
@@ -9,7 +9,11 @@
 #include "model/model.h"
 #include "model/model_read.h"
 
-struct shape { const char *name; int32_t layers, embd, heads, kv_heads, head_dim, ff, vocab; bool tied; };
+struct shape {
+  const char *name;
+  int32_t layers, embd, heads, kv_heads, head_dim, ff, vocab;
+  bool tied;
+};
 
 static const struct shape shapes[] = {
     {"llama3-1b", 16, 2048, 32, 8, 64, 8192, 128256, true},
@@ -23,9 +27,15 @@ enum { PER_LAYER = 9, OUTER = 3 };
 
 static const struct sits_utd *add(struct sits_utd *at, const char *name, int64_t rows, int64_t columns)
 {
-  *at = (struct sits_utd){.dtype = columns ? SITS_DTYPE_I4 : SITS_DTYPE_F32, .n_dims = columns ? 2 : 1, .dims = {rows, columns},
-                          .quant = columns ? SITS_QUANT_GROUP : SITS_QUANT_NONE, .group_size = columns ? 128 : 0, .group_axis = columns ? 1 : 0,
-                          .scale_dtype = SITS_DTYPE_F16, .layout = SITS_LAYOUT_ROW_MAJOR, .place = SITS_PLACE_DEVICE};
+  *at = (struct sits_utd){.dtype = columns ? SITS_DTYPE_I4 : SITS_DTYPE_F32,
+                          .n_dims = columns ? 2 : 1,
+                          .dims = {rows, columns},
+                          .quant = columns ? SITS_QUANT_GROUP : SITS_QUANT_NONE,
+                          .group_size = columns ? 128 : 0,
+                          .group_axis = columns ? 1 : 0,
+                          .scale_dtype = SITS_DTYPE_F16,
+                          .layout = SITS_LAYOUT_ROW_MAJOR,
+                          .place = SITS_PLACE_DEVICE};
   snprintf(at->name, sizeof at->name, "%s", name);
   return at;
 }
@@ -49,13 +59,26 @@ enum sits_status model_synthetic(const char *name, struct model **out, struct si
   const struct shape *s = NULL;
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
     if (strcmp(name, shapes[i].name) == 0) s = &shapes[i];
-  if (!s) return sits_fail_param(err, SITS_INVALID_ARGUMENT, "model", "synthetic model '%.32s' is not one of llama3-1b, llama3-8b, llama3-70b, tiny", name);
+  if (!s)
+    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "model",
+                           "synthetic model '%.32s' is not one of llama3-1b, llama3-8b, llama3-70b, tiny", name);
   struct model *m = mem_calloc(1, sizeof *m);
   if (!m) return sits_fail(err, SITS_NOMEM, "out of memory");
   struct model_config *c = &m->config;
-  *c = (struct model_config){.arch = MODEL_LLAMA, .n_layers = s->layers, .n_embd = s->embd, .n_heads = s->heads, .n_kv_heads = s->kv_heads, .head_dim = s->head_dim,
-                             .n_ff = s->ff, .n_vocab = s->vocab, .max_context = 131072, .rms_eps = 1e-5f, .rope_theta = 500000.f, .rope_dims = s->head_dim,
-                             .rope_style = ROPE_HALF_SPLIT, .tied_head = s->tied};
+  *c = (struct model_config){.arch = MODEL_LLAMA,
+                             .n_layers = s->layers,
+                             .n_embd = s->embd,
+                             .n_heads = s->heads,
+                             .n_kv_heads = s->kv_heads,
+                             .head_dim = s->head_dim,
+                             .n_ff = s->ff,
+                             .n_vocab = s->vocab,
+                             .max_context = 131072,
+                             .rms_eps = 1e-5f,
+                             .rope_theta = 500000.f,
+                             .rope_dims = s->head_dim,
+                             .rope_style = ROPE_HALF_SPLIT,
+                             .tied_head = s->tied};
   snprintf(c->name, sizeof c->name, "synthetic:%s", s->name);
   m->layers = mem_calloc((size_t)s->layers, sizeof *m->layers);
   m->synthetic = mem_calloc((size_t)s->layers * PER_LAYER + OUTER, sizeof *m->synthetic);

@@ -38,7 +38,9 @@ int32_t gpu_open(void) {
   return sms;
 }
 
-struct k_stream gpu_stream(void) { return (struct k_stream){0, false}; }
+struct k_stream gpu_stream(void) {
+  return (struct k_stream){0, false};
+}
 
 int gpu_finish(void) {
   gpu_release_all();
@@ -135,7 +137,8 @@ static void random_unit(struct test_weight *w, int32_t row0, int32_t col0, uint8
       memcpy(&bits, unit + word * 4, 4);
       bits |= rotate ? q << rotate | q >> (32 - rotate) : q;
       memcpy(unit + word * 4, &bits, 4);
-      if (row0 + r < w->rows && col0 + c < w->cols) w->values[(size_t)(row0 + r) * w->cols + col0 + c] = scale[c >> 5] * (float)q + minimum[c >> 5];
+      if (row0 + r < w->rows && col0 + c < w->cols)
+        w->values[(size_t)(row0 + r) * w->cols + col0 + c] = scale[c >> 5] * (float)q + minimum[c >> 5];
     }
   }
 }

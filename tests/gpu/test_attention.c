@@ -11,16 +11,22 @@
 
 static int32_t n_sm;
 
-struct config { int32_t heads, kv_heads, dim; enum k_kv_codec codec; bool interleaved, head_norm; int32_t rope_dims, window; const char *name; };
+struct config {
+  int32_t heads, kv_heads, dim;
+  enum k_kv_codec codec;
+  bool interleaved, head_norm;
+  int32_t rope_dims, window;
+  const char *name;
+};
 
 #define N_SEQS 7
 struct world {
   struct config c;
   int32_t len[N_SEQS], max_pages, n_pages, capacity, layer, n_layers;
   int32_t offset[N_SEQS];
-  float *k, *v;                /* exact rotated keys, values, [S][L][G][D] by history() */
+  float *k, *v; /* exact rotated keys, values, [S][L][G][D] by history() */
   float *inv_freq, *q_gain, *k_gain;
-  struct k_kv_view view;       /* device pointers filled per step */
+  struct k_kv_view view; /* device pointers filled per step */
   struct k_rope rope;
   float *dev_q_gain, *dev_k_gain;
   int32_t *dev_offset;
@@ -82,13 +88,25 @@ static struct world make_world(struct config c, const int32_t *lens) {
   }
   for (int32_t s = 0, used = 0; s < N_SEQS; s++)
     for (int32_t p = 0; p < (lens[s] + 8 + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS; p++) table[s * w.max_pages + p] = order[used++];
-  w.view = (struct k_kv_view){.pool = gpu_zeros((size_t)(page * w.n_pages)), .page_bytes = page, .codec = c.codec, .layer = w.layer, .n_heads = c.heads,
-                              .n_kv_heads = c.kv_heads, .head_dim = c.dim, .window = c.window, .n_seqs = N_SEQS,
-                              .block_table = gpu_copy(table, (size_t)N_SEQS * w.max_pages * 4), .table_stride = w.max_pages};
+  w.view = (struct k_kv_view){.pool = gpu_zeros((size_t)(page * w.n_pages)),
+                              .page_bytes = page,
+                              .codec = c.codec,
+                              .layer = w.layer,
+                              .n_heads = c.heads,
+                              .n_kv_heads = c.kv_heads,
+                              .head_dim = c.dim,
+                              .window = c.window,
+                              .n_seqs = N_SEQS,
+                              .block_table = gpu_copy(table, (size_t)N_SEQS * w.max_pages * 4),
+                              .table_stride = w.max_pages};
   return w;
 }
 
-struct step { int32_t n_tokens, start[N_SEQS + 1]; float *qkv, *q; void *dev_qkv, *dev_q, *dev_out; };
+struct step {
+  int32_t n_tokens, start[N_SEQS + 1];
+  float *qkv, *q;
+  void *dev_qkv, *dev_q, *dev_out;
+};
 
 /* Tokens new_tokens[s] for each sequence; exact q, k, v are kept. */
 static struct step make_step(struct world *w, const int32_t *new_tokens) {
@@ -111,8 +129,9 @@ static struct step make_step(struct world *w, const int32_t *new_tokens) {
           v[e] = x, half[(size_t)t * ld + h * d + e] = half_bits(x);
         }
         if (h < c->heads + c->kv_heads) rotate_head(w, v, !c->head_norm ? NULL : h < c->heads ? w->q_gain : w->k_gain, p);
-        float *to = h < c->heads ? st.q + ((size_t)t * c->heads + h) * d
-                    : h < c->heads + c->kv_heads ? w->k + history(w, s, p, h - c->heads) : w->v + history(w, s, p, h - c->heads - c->kv_heads);
+        float *to = h < c->heads                 ? st.q + ((size_t)t * c->heads + h) * d
+                    : h < c->heads + c->kv_heads ? w->k + history(w, s, p, h - c->heads)
+                                                 : w->v + history(w, s, p, h - c->heads - c->kv_heads);
         for (int32_t e = 0; e < d; e++) to[e] = (float)v[e];
       }
     }
@@ -175,7 +194,8 @@ static void ref_attention(const struct world *w, const struct step *st, const fl
       }
 }
 
-static double compare_out(const struct world *w, const struct step *st, const float *want, int32_t frag_m, const void *device, size_t bytes) {
+static double compare_out(const struct world *w, const struct step *st, const float *want, int32_t frag_m, const void *device,
+                          size_t bytes) {
   const int32_t width = w->c.heads * w->c.dim;
   uint16_t *h = host_alloc(bytes);
   float *got = host_alloc((size_t)st->n_tokens * width * 4);
@@ -186,7 +206,8 @@ static double compare_out(const struct world *w, const struct step *st, const fl
 }
 
 static void run_rope_append(struct world *w, struct step *st) {
-  struct k_rope_append a = {.kv = w->view, .rope = w->rope, .qkv = st->dev_qkv, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f, .q = st->dev_q};
+  struct k_rope_append a = {
+      .kv = w->view, .rope = w->rope, .qkv = st->dev_qkv, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f, .q = st->dev_q};
   gpu_check_call(sits_k_rope_append(&a, gpu_stream()), "sits_k_rope_append");
 }
 
@@ -220,8 +241,16 @@ static void run_decode(struct world *w, struct step *st, const char *what, int32
   const size_t bytes = frag_m ? (size_t)k_blocks(c->heads * c->dim) * 128 * frag_m * 2 : n_out * 2;
   float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
   if (!fused) run_rope_append(w, st);
-  struct k_attn_decode a = {.kv = w->view, .rope = w->rope, .q = fused ? NULL : st->dev_q, .qkv = st->dev_qkv, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f,
-                            .out = gpu_alloc(bytes), .frag_m = frag_m, .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, c->dim)),
+  struct k_attn_decode a = {.kv = w->view,
+                            .rope = w->rope,
+                            .q = fused ? NULL : st->dev_q,
+                            .qkv = st->dev_qkv,
+                            .q_gain = w->dev_q_gain,
+                            .k_gain = w->dev_k_gain,
+                            .eps = 1e-6f,
+                            .out = gpu_alloc(bytes),
+                            .frag_m = frag_m,
+                            .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, c->dim)),
                             .counters = gpu_zeros((size_t)N_SEQS * c->kv_heads * 4)};
   gpu_check_call(sits_k_attn_decode(&a, n_sm, gpu_stream()), "sits_k_attn_decode");
   double error = gather(w, k, v);
@@ -232,7 +261,8 @@ static void run_decode(struct world *w, struct step *st, const char *what, int32
 }
 
 static void run_config(struct config c) {
-  static const int32_t lens[N_SEQS] = {1, 63, 64, 65, 130, 700, 17}, more[N_SEQS] = {3, 1, 1, 70, 129, 2, 16}, one[N_SEQS] = {1, 1, 1, 1, 1, 1, 1};
+  static const int32_t lens[N_SEQS] = {1, 63, 64, 65, 130, 700, 17}, more[N_SEQS] = {3, 1, 1, 70, 129, 2, 16},
+                       one[N_SEQS] = {1, 1, 1, 1, 1, 1, 1};
   int32_t end[N_SEQS];
   for (int32_t s = 0; s < N_SEQS; s++) end[s] = lens[s] + more[s];
   struct world w = make_world(c, end);

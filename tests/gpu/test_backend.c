@@ -1,9 +1,12 @@
-/* The CUDA backend against the CPU backend on real models: logits of prompts read whole, in pieces and mixed with decode steps, page copies,
+/* The CUDA backend against the CPU backend on real models: logits of prompts read whole, in pieces and mixed with decode steps, page
+ * copies,
  * swaps, device sampling, and refusals.
  *
  * Models: stories260K (SITS_SHARED_DATA or ../shared/data) and a SmolLM2 file (SITS_TEST_MODEL); those that are absent are skipped.
- * Tolerances, ||cuda - cpu|| / ||cpu|| over all logits. The CPU runs with exact pages (f32) and, for quantised weights, 8-bit activations of
- * its own; CUDA has f16 activations. So f16 and int8 pages must agree within 4 %, int4 pages within 30 % (a 135M model; the codec's error).
+ * Tolerances, ||cuda - cpu|| / ||cpu|| over all logits. The CPU runs with exact pages (f32) and, for quantised weights, 8-bit activations
+ * of
+ * its own; CUDA has f16 activations. So f16 and int8 pages must agree within 4 %, int4 pages within 30 % (a 135M model; the codec's
+ * error).
  */
 #include <math.h>
 #include <stdio.h>
@@ -18,7 +21,10 @@
 enum { SEQS = 5, MAX_LEN = 330, PAGES = 8 };
 static const int32_t prompt_lens[SEQS] = {1, 40, 64, 150, 300};
 
-struct side { struct runner runner; float *logits; };
+struct side {
+  struct runner runner;
+  float *logits;
+};
 
 static uint32_t mix(uint32_t x)
 {
@@ -26,34 +32,50 @@ static uint32_t mix(uint32_t x)
   return x ^ x >> 15;
 }
 
-static int32_t token_of(int32_t seq, int32_t pos, int32_t vocab) { return (int32_t)((mix((uint32_t)(seq * 7919 + pos)) >> 8) % (uint32_t)vocab); }
+static int32_t token_of(int32_t seq, int32_t pos, int32_t vocab)
+{
+  return (int32_t)((mix((uint32_t)(seq * 7919 + pos)) >> 8) % (uint32_t)vocab);
+}
 
 static bool open_side(struct side *side, const char *path, const char *device, const char *codec, const char *recipe)
 {
   struct sits_error err = {0};
-  const struct runner_options options = {.model_path = path, .device = device, .kv_codec = codec, .backend = {.max_batch_tokens = 1024, .max_seqs = 32, .recipe = recipe}};
+  const struct runner_options options = {
+      .model_path = path, .device = device, .kv_codec = codec, .backend = {.max_batch_tokens = 1024, .max_seqs = 32, .recipe = recipe}};
   enum sits_status status = runner_open(&side->runner, &options, &err);
   if (!status) status = runner_kv_create(&side->runner, SEQS * PAGES + 4, &err);
   if (status) printf("      %s %s: %s\n", device, codec, err.text);
   return status == SITS_OK;
 }
 
-/* One step: n_new[s] tokens of each sequence from from[s] on, logits of each last token. permute: page p of the pool is used as PAGES*SEQS-1-p. */
-static enum sits_status step(struct side *side, const int32_t *from, const int32_t *n_new, const struct backend_sample *sample, struct backend_result *result)
+/* One step: n_new[s] tokens of each sequence from from[s] on, logits of each last token. permute: page p of the pool is used as
+ * PAGES*SEQS-1-p. */
+static enum sits_status step(struct side *side, const int32_t *from, const int32_t *n_new, const struct backend_sample *sample,
+                             struct backend_result *result)
 {
   static int32_t tokens[SEQS * MAX_LEN], positions[SEQS * MAX_LEN];
   int32_t start[SEQS + 1], kv_len[SEQS], rows[SEQS], table[SEQS * PAGES], n = 0, n_seqs = 0;
   for (int32_t s = 0; s < SEQS; s++) {
     if (n_new[s] == 0) continue;
     start[n_seqs] = n;
-    for (int32_t i = 0; i < n_new[s]; i++, n++) tokens[n] = token_of(s, from[s] + i, side->runner.model->config.n_vocab), positions[n] = from[s] + i;
+    for (int32_t i = 0; i < n_new[s]; i++, n++)
+      tokens[n] = token_of(s, from[s] + i, side->runner.model->config.n_vocab), positions[n] = from[s] + i;
     kv_len[n_seqs] = from[s] + n_new[s];
     rows[n_seqs] = n - 1;
     for (int32_t i = 0; i < PAGES; i++) table[n_seqs * PAGES + i] = SEQS * PAGES - 1 - (i * SEQS + s);
     start[++n_seqs] = n;
   }
-  const struct backend_batch batch = {.n_tokens = n, .n_seqs = n_seqs, .n_rows = n_seqs, .tokens = tokens, .positions = positions, .seq_start = start, .kv_len = kv_len,
-                                      .block_table = table, .table_stride = PAGES, .row_token = rows, .sample = sample};
+  const struct backend_batch batch = {.n_tokens = n,
+                                      .n_seqs = n_seqs,
+                                      .n_rows = n_seqs,
+                                      .tokens = tokens,
+                                      .positions = positions,
+                                      .seq_start = start,
+                                      .kv_len = kv_len,
+                                      .block_table = table,
+                                      .table_stride = PAGES,
+                                      .row_token = rows,
+                                      .sample = sample};
   enum sits_status status = side->runner.vtable->submit(side->runner.compiled, side->runner.kv, &batch);
   return status ? status : side->runner.vtable->wait(side->runner.compiled, result);
 }
@@ -167,7 +189,10 @@ static void run_buckets(const char *codec, const char *recipe, double limit)
   static const int32_t sizes[] = {2, 3, 8, 9, 16, 17, 33, 64, 65, 100, 130};
   struct sits_error err = {0};
   struct runner runner;
-  const struct runner_options options = {.model_path = "synthetic:tiny", .device = "cuda", .kv_codec = codec, .backend = {.max_batch_tokens = 512, .max_seqs = MOST, .recipe = recipe}};
+  const struct runner_options options = {.model_path = "synthetic:tiny",
+                                         .device = "cuda",
+                                         .kv_codec = codec,
+                                         .backend = {.max_batch_tokens = 512, .max_seqs = MOST, .recipe = recipe}};
   printf("== synthetic:tiny, %s pages, recipe %s\n", codec, recipe);
   enum sits_status status = runner_open(&runner, &options, &err);
   if (!status) status = runner_kv_create(&runner, MOST, &err);
@@ -176,10 +201,19 @@ static void run_buckets(const char *codec, const char *recipe, double limit)
     return;
   }
   const int32_t vocab = runner.model->config.n_vocab;
-  float *alone = mem_calloc((size_t)MOST * (size_t)vocab, sizeof *alone), *together = mem_calloc((size_t)MOST * (size_t)vocab, sizeof *together);
+  float *alone = mem_calloc((size_t)MOST * (size_t)vocab, sizeof *alone),
+        *together = mem_calloc((size_t)MOST * (size_t)vocab, sizeof *together);
   struct backend_result r;
-  for (int32_t i = 0; i < MOST; i++) tokens[i] = token_of(i, 3, vocab), positions[i] = 0, kv_len[i] = 1, rows[i] = i, start[i + 1] = i + 1, table[i] = i;
-  struct backend_batch batch = {.n_tokens = 1, .n_seqs = 1, .n_rows = 1, .positions = positions, .seq_start = start, .kv_len = kv_len, .table_stride = 1, .row_token = rows};
+  for (int32_t i = 0; i < MOST; i++)
+    tokens[i] = token_of(i, 3, vocab), positions[i] = 0, kv_len[i] = 1, rows[i] = i, start[i + 1] = i + 1, table[i] = i;
+  struct backend_batch batch = {.n_tokens = 1,
+                                .n_seqs = 1,
+                                .n_rows = 1,
+                                .positions = positions,
+                                .seq_start = start,
+                                .kv_len = kv_len,
+                                .table_stride = 1,
+                                .row_token = rows};
   for (int32_t i = 0; i < MOST && !status; i++) {
     batch.tokens = tokens + i, batch.block_table = table + i;
     status = runner.vtable->submit(runner.compiled, runner.kv, &batch);
@@ -192,7 +226,8 @@ static void run_buckets(const char *codec, const char *recipe, double limit)
     status = runner.vtable->submit(runner.compiled, runner.kv, &batch);
     if (!status) status = runner.vtable->wait(runner.compiled, &r);
     if (status) break;
-    double error = relative_error(r.logits, alone, (size_t)sizes[k] * (size_t)vocab); /* of all rows: a random model amplifies one or two */
+    double error =
+        relative_error(r.logits, alone, (size_t)sizes[k] * (size_t)vocab); /* of all rows: a random model amplifies one or two */
     verdict(error < limit, "batch of %d against one by one: %.4f", sizes[k], error);
   }
   verdict(status == SITS_OK, "all steps ran: status %d", status);
@@ -210,12 +245,14 @@ int main(void)
   if (access(path, R_OK) == 0) {
     run_model(path, "stories260K", "f16", 0.04);
     run_model(path, "stories260K", "int8", 0.04);
-  } else printf("SKIP  %s is absent\n", path);
+  } else
+    printf("SKIP  %s is absent\n", path);
   if (big && access(big, R_OK) == 0) {
     run_model(big, "SmolLM2", "f16", 0.04);
     run_model(big, "SmolLM2", "int8", 0.04);
     run_model(big, "SmolLM2", "int4", 0.30);
-  } else printf("SKIP  SITS_TEST_MODEL is not set\n");
+  } else
+    printf("SKIP  SITS_TEST_MODEL is not set\n");
   run_buckets("int4", "w4a16", 0.02);
   run_buckets("int4", "w4a8", 0.06);
   run_buckets("f16", "w4a16", 0.02);

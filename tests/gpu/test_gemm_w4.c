@@ -1,4 +1,5 @@
-/* The 4-bit GEMMs and expansions against f64 sums over the real weight values: few tokens (f16 activations), many tokens (s8), e4m3 and f16. */
+/* The 4-bit GEMMs and expansions against f64 sums over the real weight values: few tokens (f16 activations), many tokens (s8), e4m3 and
+ * f16. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -31,9 +32,15 @@ static void *frag_of(const float *x, int32_t n_tokens, int32_t cols, int32_t m) 
   return gpu_copy(f, bytes);
 }
 
-struct decode_case { int32_t rows, cols, n_tokens; enum k_w4_format format; enum k_w4_output output; bool normed; };
+struct decode_case {
+  int32_t rows, cols, n_tokens;
+  enum k_w4_format format;
+  enum k_w4_output output;
+  bool normed;
+};
 
-static void expect_decode(const struct decode_case *c, const float *sum, const float *bias, const float *h0, const float *gain, float *want_y, float *want_next) {
+static void expect_decode(const struct decode_case *c, const float *sum, const float *bias, const float *h0, const float *gain,
+                          float *want_y, float *want_next) {
   for (int32_t n = 0; n < c->n_tokens; n++)
     for (int32_t r = 0; r < c->rows; r++) {
       size_t i = (size_t)n * c->rows + r;
@@ -53,7 +60,8 @@ static void expect_decode(const struct decode_case *c, const float *sum, const f
 static void run_decode(struct decode_case c) {
   const int32_t m = k_w4a16_tokens(c.n_tokens), parts = k_w4a16_ssq_parts(c.rows), x_parts = 3;
   struct test_weight w = random_weight(c.rows, c.cols, c.format, false);
-  float *x = random_x(c.n_tokens, c.cols), *sum = host_alloc((size_t)c.n_tokens * c.rows * 4), *x_ssq = host_alloc((size_t)x_parts * m * 4);
+  float *x = random_x(c.n_tokens, c.cols), *sum = host_alloc((size_t)c.n_tokens * c.rows * 4),
+        *x_ssq = host_alloc((size_t)x_parts * m * 4);
   float *bias = host_alloc((size_t)c.rows * 4), *gain = host_alloc((size_t)c.rows * 4), *h0 = host_alloc((size_t)c.n_tokens * c.rows * 4);
   ref_w4_gemm(&w, x, c.n_tokens, sum);
   for (int32_t r = 0; r < c.rows; r++) bias[r] = rand_unit(), gain[r] = 1.f + 0.5f * rand_unit();
@@ -70,10 +78,22 @@ static void run_decode(struct decode_case c) {
   expect_decode(&c, sum, bias, h0, gain, want_y, want_next);
   const int32_t next_cols = c.output == K_OUT_SWIGLU ? c.rows / 2 : c.rows;
   const size_t next_bytes = (size_t)k_blocks(next_cols) * 128 * m * 2;
-  struct k_w4a16 a = {.weight = gpu_copy(w.packed, w.packed_bytes), .format = c.format, .rows = c.rows, .cols = c.cols, .n_tokens = c.n_tokens,
-                      .x = frag_of(x, c.n_tokens, c.cols, m), .x_ssq = c.normed ? gpu_copy(x_ssq, (size_t)x_parts * m * 4) : NULL, .x_n_ssq = x_parts,
-                      .x_width = 11.f, .eps = 1e-5f, .output = c.output, .ld = c.rows, .bias = c.output == K_OUT_SWIGLU ? NULL : gpu_copy(bias, (size_t)c.rows * 4),
-                      .next = gpu_alloc(next_bytes), .gain = gpu_copy(gain, (size_t)c.rows * 4), .ssq = gpu_alloc((size_t)parts * m * 4)};
+  struct k_w4a16 a = {.weight = gpu_copy(w.packed, w.packed_bytes),
+                      .format = c.format,
+                      .rows = c.rows,
+                      .cols = c.cols,
+                      .n_tokens = c.n_tokens,
+                      .x = frag_of(x, c.n_tokens, c.cols, m),
+                      .x_ssq = c.normed ? gpu_copy(x_ssq, (size_t)x_parts * m * 4) : NULL,
+                      .x_n_ssq = x_parts,
+                      .x_width = 11.f,
+                      .eps = 1e-5f,
+                      .output = c.output,
+                      .ld = c.rows,
+                      .bias = c.output == K_OUT_SWIGLU ? NULL : gpu_copy(bias, (size_t)c.rows * 4),
+                      .next = gpu_alloc(next_bytes),
+                      .gain = gpu_copy(gain, (size_t)c.rows * 4),
+                      .ssq = gpu_alloc((size_t)parts * m * 4)};
   a.y = c.output == K_OUT_RESIDUAL ? gpu_copy(h0, n_y * 4) : gpu_alloc(n_y * 4);
   gpu_check_call(sits_k_w4a16(&a, n_sm, gpu_stream()), "sits_k_w4a16");
   double error = 0;
@@ -82,7 +102,8 @@ static void run_decode(struct decode_case c) {
       uint16_t *h = host_alloc(n_y * 2);
       gpu_read(h, a.y, n_y * 2);
       for (size_t i = 0; i < n_y; i++) got[i] = half_value(h[i]);
-    } else gpu_read(got, a.y, n_y * 4);
+    } else
+      gpu_read(got, a.y, n_y * 4);
     error = relative_error(got, want_y, n_y);
   }
   if (c.output >= K_OUT_RESIDUAL) {
@@ -104,15 +125,16 @@ static void run_decode(struct decode_case c) {
   }
   const double limit = c.output == K_OUT_F32 ? 5e-5 : 1e-3; /* f32: offsets of 24 and 264 times the sum of x cancel */
   static const char *names[] = {"f16", "f32", "residual", "swiglu"};
-  verdict(error < limit, "w4a16 %s %dx%d T=%d %s%s: %.2e", c.format == K_W4_G128 ? "g128" : "g32m", c.rows, c.cols, c.n_tokens, names[c.output],
-          c.normed ? " normed" : "", error);
+  verdict(error < limit, "w4a16 %s %dx%d T=%d %s%s: %.2e", c.format == K_W4_G128 ? "g128" : "g32m", c.rows, c.cols, c.n_tokens,
+          names[c.output], c.normed ? " normed" : "", error);
   gpu_release_all();
 }
 
 static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_output output) {
   struct test_weight w = random_weight(rows, cols, K_W4_G128, true);
   float *x = random_x(n_tokens, cols), *scale = host_alloc((size_t)n_tokens * 4), *want = host_alloc((size_t)n_tokens * rows * 4);
-  struct k_w4a8 a = {.channel = gpu_copy(w.channel, (size_t)k_row_tiles(rows) * 64), .rows = rows, .cols = cols, .n_tokens = n_tokens, .output = output};
+  struct k_w4a8 a = {
+      .channel = gpu_copy(w.channel, (size_t)k_row_tiles(rows) * 64), .rows = rows, .cols = cols, .n_tokens = n_tokens, .output = output};
   struct k_w4a8_plan plan;
   if (!k_w4a8_plan(&a, n_sm, &plan)) {
     verdict(false, "w4a8 %dx%d T=%d: no plan", rows, cols, n_tokens);
@@ -123,7 +145,9 @@ static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_o
   uint16_t *xh = host_alloc((size_t)n_tokens * cols * 2);
   for (int64_t i = 0; i < (int64_t)n_tokens * cols; i++) xh[i] = half_bits(x[i]);
   const size_t tile_bytes = (size_t)plan.token_tiles * plan.tile * padded;
-  struct k_convert convert = {K_SRC_F16, gpu_copy(xh, (size_t)n_tokens * cols * 2), cols, n_tokens, cols, {K_ACT_TILE_S8, gpu_zeros(tile_bytes), gpu_alloc((size_t)n_tokens * 4), plan.tile}};
+  struct k_convert convert = {K_SRC_F16, gpu_copy(xh, (size_t)n_tokens * cols * 2),
+                              cols,      n_tokens,
+                              cols,      {K_ACT_TILE_S8, gpu_zeros(tile_bytes), gpu_alloc((size_t)n_tokens * 4), plan.tile}};
   gpu_check_call(sits_k_convert(&convert, gpu_stream()), "sits_k_convert");
   int8_t *q = host_alloc(tile_bytes);
   gpu_read(q, convert.out.data, tile_bytes);
@@ -163,8 +187,9 @@ static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_o
   }
   double error = relative_error(got, expect, n_out);
   static const char *names[] = {"slabs", "f16", "swiglu"};
-  verdict(error < (output == K_W4A8_SLAB_F32 ? 2e-5 : 1e-3) && quant_error < 0.502, "w4a8 %dx%d T=%d %s split %d tile %d: %.2e, quantisation %.3f steps", rows, cols, n_tokens,
-          names[output], plan.n_split, plan.tile, error, quant_error);
+  verdict(error < (output == K_W4A8_SLAB_F32 ? 2e-5 : 1e-3) && quant_error < 0.502,
+          "w4a8 %dx%d T=%d %s split %d tile %d: %.2e, quantisation %.3f steps", rows, cols, n_tokens, names[output], plan.n_split,
+          plan.tile, error, quant_error);
   gpu_release_all();
 }
 
@@ -178,7 +203,13 @@ static void run_expand(int32_t rows, int32_t cols, enum k_w4_format format, bool
   struct test_weight w = random_weight(rows, cols, format, to_e4m3);
   const int32_t padded = k_blocks(cols) * 128;
   const size_t n = (size_t)rows * padded, bytes = n * (to_e4m3 ? 1 : 2);
-  struct k_expand a = {gpu_copy(w.packed, w.packed_bytes), format, rows, cols, gpu_copy(w.channel, (size_t)k_row_tiles(rows) * 64), to_e4m3, gpu_alloc(bytes)};
+  struct k_expand a = {gpu_copy(w.packed, w.packed_bytes),
+                       format,
+                       rows,
+                       cols,
+                       gpu_copy(w.channel, (size_t)k_row_tiles(rows) * 64),
+                       to_e4m3,
+                       gpu_alloc(bytes)};
   gpu_check_call(sits_k_expand(&a, gpu_stream()), "sits_k_expand");
   uint8_t *got = host_alloc(bytes);
   gpu_read(got, a.out, bytes);
@@ -191,7 +222,8 @@ static void run_expand(int32_t rows, int32_t cols, enum k_w4_format format, bool
       float want = c < cols ? w.values[(size_t)r * cols + c] : 0.f;
       n_bad += to_e4m3 ? v != want : v != round_half(want);
     }
-  verdict(n_bad == 0, "expand %s %dx%d to %s: %zu of %zu differ", format == K_W4_G128 ? "g128" : "g32m", rows, cols, to_e4m3 ? "e4m3" : "f16", n_bad, n);
+  verdict(n_bad == 0, "expand %s %dx%d to %s: %zu of %zu differ", format == K_W4_G128 ? "g128" : "g32m", rows, cols,
+          to_e4m3 ? "e4m3" : "f16", n_bad, n);
   gpu_release_all();
 }
 
@@ -203,11 +235,13 @@ int main(void) {
   static const int32_t tokens[] = {1, 2, 8, 9, 16};
   for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
     for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++)
-      for (int f = 0; f < 2; f++) run_decode((struct decode_case){shapes[s][0], shapes[s][1], tokens[t], (enum k_w4_format)f, K_OUT_F32, (s + t) % 2});
+      for (int f = 0; f < 2; f++)
+        run_decode((struct decode_case){shapes[s][0], shapes[s][1], tokens[t], (enum k_w4_format)f, K_OUT_F32, (s + t) % 2});
   for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++)
     for (int f = 0; f < 2; f++)
       for (int o = K_OUT_F16; o <= K_OUT_SWIGLU; o++)
-        if (o != K_OUT_F32) run_decode((struct decode_case){608, 1408, tokens[t], (enum k_w4_format)f, (enum k_w4_output)o, o != K_OUT_RESIDUAL});
+        if (o != K_OUT_F32)
+          run_decode((struct decode_case){608, 1408, tokens[t], (enum k_w4_format)f, (enum k_w4_output)o, o != K_OUT_RESIDUAL});
   run_decode((struct decode_case){4099, 160, 3, K_W4_G32M, K_OUT_F32, false});
   static const int32_t many[] = {1, 17, 32, 33, 64, 96, 100, 128, 130, 300};
   for (size_t t = 0; t < sizeof many / sizeof *many; t++) {

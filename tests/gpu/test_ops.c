@@ -8,7 +8,8 @@
 static void run_norm(int32_t n_rows, int32_t width, int32_t n_slabs, bool select) {
   const size_t n = (size_t)n_rows * width;
   const int32_t padded = k_blocks(width) * 128, n_out = select ? 2 : n_rows;
-  float *h = host_alloc(n * 4), *slabs = host_alloc(n * 4 * (n_slabs + 1)), *gain = host_alloc(width * 4), *want = host_alloc((size_t)n_out * padded * 4);
+  float *h = host_alloc(n * 4), *slabs = host_alloc(n * 4 * (n_slabs + 1)), *gain = host_alloc(width * 4),
+        *want = host_alloc((size_t)n_out * padded * 4);
   float *sum = host_alloc(n * 4), *got = host_alloc((size_t)n_out * padded * 4);
   int32_t rows[2] = {n_rows - 1, n_rows / 2};
   for (size_t i = 0; i < n; i++) h[i] = rand_unit() * 4, sum[i] = h[i];
@@ -20,8 +21,16 @@ static void run_norm(int32_t n_rows, int32_t width, int32_t n_slabs, bool select
     for (int32_t i = 0; i < width; i++) s += (double)x[i] * x[i];
     for (int32_t i = 0; i < width; i++) want[(size_t)r * padded + i] = (float)(x[i] / sqrt(s / width + 1e-5) * gain[i]);
   }
-  struct k_norm a = {gpu_copy(h, n * 4), n_slabs ? gpu_copy(slabs, n * 4 * n_slabs) : NULL, n_slabs, (int64_t)n, gpu_copy(gain, width * 4), 1e-5f, n_out, width,
-                     select ? gpu_copy(rows, sizeof rows) : NULL, {K_ACT_ROW_F16, gpu_alloc((size_t)n_out * padded * 2), NULL, 0}};
+  struct k_norm a = {gpu_copy(h, n * 4),
+                     n_slabs ? gpu_copy(slabs, n * 4 * n_slabs) : NULL,
+                     n_slabs,
+                     (int64_t)n,
+                     gpu_copy(gain, width * 4),
+                     1e-5f,
+                     n_out,
+                     width,
+                     select ? gpu_copy(rows, sizeof rows) : NULL,
+                     {K_ACT_ROW_F16, gpu_alloc((size_t)n_out * padded * 2), NULL, 0}};
   gpu_check_call(sits_k_norm(&a, gpu_stream()), "sits_k_norm");
   uint16_t *half = host_alloc((size_t)n_out * padded * 2);
   gpu_read(half, a.out.data, (size_t)n_out * padded * 2);
@@ -29,7 +38,8 @@ static void run_norm(int32_t n_rows, int32_t width, int32_t n_slabs, bool select
   double error = relative_error(got, want, (size_t)n_out * padded);
   gpu_read(h, a.h, n * 4);
   double residual = relative_error(h, sum, n);
-  verdict(error < 1e-3 && residual < 1e-6, "norm %dx%d, %d slabs%s: %.2e, residual %.2e", n_rows, width, n_slabs, select ? ", selected rows" : "", error, residual);
+  verdict(error < 1e-3 && residual < 1e-6, "norm %dx%d, %d slabs%s: %.2e, residual %.2e", n_rows, width, n_slabs,
+          select ? ", selected rows" : "", error, residual);
   gpu_release_all();
 }
 
@@ -37,7 +47,8 @@ static void run_convert(int32_t n_rows, int32_t width, enum k_act_source source)
   const int32_t padded = k_blocks(width) * 128, ld = source == K_SRC_F16 ? width : 2 * width;
   const size_t n = (size_t)n_rows * ld;
   uint16_t *half = host_alloc(n * 2);
-  float *x = host_alloc(n * 4), *want = host_alloc((size_t)n_rows * padded * 4), *got = host_alloc((size_t)n_rows * padded * 4), *scale = host_alloc(n_rows * 4);
+  float *x = host_alloc(n * 4), *want = host_alloc((size_t)n_rows * padded * 4), *got = host_alloc((size_t)n_rows * padded * 4),
+        *scale = host_alloc(n_rows * 4);
   for (size_t i = 0; i < n; i++) x[i] = round_half(rand_unit() * 3), half[i] = half_bits(x[i]);
   for (int32_t r = 0; r < n_rows; r++)
     for (int32_t c = 0; c < width; c++) {
@@ -67,7 +78,8 @@ static void run_embed(enum k_w4_format format, bool packed) {
   const int32_t vocab = 100, width = 576, n = 5, m = 8, parts = k_w4a16_ssq_parts(width);
   static const int32_t tokens[5] = {0, 99, 17, 16, 1000};
   struct test_weight w = random_weight(vocab, width, format, false);
-  float *gain = host_alloc(width * 4), *got = host_alloc((size_t)n * width * 4), *want = host_alloc((size_t)n * width * 4), *ssq = host_alloc((size_t)parts * m * 4);
+  float *gain = host_alloc(width * 4), *got = host_alloc((size_t)n * width * 4), *want = host_alloc((size_t)n * width * 4),
+        *ssq = host_alloc((size_t)parts * m * 4);
   uint16_t *table = host_alloc((size_t)vocab * width * 2);
   for (int64_t i = 0; i < (int64_t)vocab * width; i++) table[i] = half_bits(w.values[i]);
   for (int32_t i = 0; i < width; i++) gain[i] = 1 + rand_unit() / 2;
@@ -77,8 +89,20 @@ static void run_embed(enum k_w4_format format, bool packed) {
       want[(size_t)t * width + c] = packed ? v : round_half(v);
     }
   const size_t frag = (size_t)k_blocks(width) * 128 * m * 2;
-  struct k_embed a = {gpu_copy(tokens, sizeof tokens), packed ? gpu_copy(w.packed, w.packed_bytes) : gpu_copy(table, (size_t)vocab * width * 2), packed, format, n, width, width,
-                      vocab, gpu_alloc((size_t)n * width * 4), m, gpu_alloc(frag), gpu_copy(gain, width * 4), gpu_alloc((size_t)parts * m * 4), parts};
+  struct k_embed a = {gpu_copy(tokens, sizeof tokens),
+                      packed ? gpu_copy(w.packed, w.packed_bytes) : gpu_copy(table, (size_t)vocab * width * 2),
+                      packed,
+                      format,
+                      n,
+                      width,
+                      width,
+                      vocab,
+                      gpu_alloc((size_t)n * width * 4),
+                      m,
+                      gpu_alloc(frag),
+                      gpu_copy(gain, width * 4),
+                      gpu_alloc((size_t)parts * m * 4),
+                      parts};
   gpu_check_call(sits_k_embed(&a, gpu_stream()), "sits_k_embed");
   gpu_read(got, a.h, (size_t)n * width * 4);
   gpu_read(ssq, a.ssq, (size_t)parts * m * 4);
@@ -95,7 +119,8 @@ static void run_embed(enum k_w4_format format, bool packed) {
     }
     worst = fmax(worst, fabs(have / sum - 1));
   }
-  verdict(error < 1e-6 && worst < 1e-3, "embed %s: %.1e, fragment and squares %.1e", packed ? format == K_W4_G128 ? "g128" : "g32m" : "f16", error, worst);
+  verdict(error < 1e-6 && worst < 1e-3, "embed %s: %.1e, fragment and squares %.1e",
+          packed ? format == K_W4_G128 ? "g128" : "g32m" : "f16", error, worst);
   gpu_release_all();
 }
 
@@ -140,13 +165,24 @@ static int32_t ref_sample(const float *x, int32_t n, struct k_sample_row p) {
 
 static void run_sample(int32_t n) {
   enum { ROWS = 12 };
-  static const struct k_sample_row rows[ROWS] = {{0, 1, 0, 0, 0}, {1, 1, 0, 0, 0.3f}, {0.7f, 0.9f, 0, 0, 0.999f}, {1, 1, 0, 1, 0.5f}, {1, 1, 0, 5, 0.77f}, {1.3f, 0.5f, 0.05f, 40, 0.1f},
-                                                 {1, 1, 0.2f, 0, 0.6f}, {2, 0.01f, 0, 0, 0.9f}, {0.1f, 1, 0, 0, 0.5f}, {1, 0.95f, 0, 1000000, 0.0f}, {1, 0.3f, 0.01f, 3, 0.99f}, {5, 0.999f, 0, 0, 0.25f}};
+  static const struct k_sample_row rows[ROWS] = {{0, 1, 0, 0, 0},
+                                                 {1, 1, 0, 0, 0.3f},
+                                                 {0.7f, 0.9f, 0, 0, 0.999f},
+                                                 {1, 1, 0, 1, 0.5f},
+                                                 {1, 1, 0, 5, 0.77f},
+                                                 {1.3f, 0.5f, 0.05f, 40, 0.1f},
+                                                 {1, 1, 0.2f, 0, 0.6f},
+                                                 {2, 0.01f, 0, 0, 0.9f},
+                                                 {0.1f, 1, 0, 0, 0.5f},
+                                                 {1, 0.95f, 0, 1000000, 0.0f},
+                                                 {1, 0.3f, 0.01f, 3, 0.99f},
+                                                 {5, 0.999f, 0, 0, 0.25f}};
   float *x = host_alloc((size_t)ROWS * n * 4), logprob[ROWS];
   int32_t token[ROWS], n_bad = 0;
   double worst = 0;
   for (int64_t i = 0; i < (int64_t)ROWS * n; i++) x[i] = (rand_unit() + rand_unit() + rand_unit()) * 4;
-  struct k_sample a = {gpu_copy(x, (size_t)ROWS * n * 4), ROWS, n, n, gpu_copy(rows, sizeof rows), gpu_alloc(sizeof token), gpu_alloc(sizeof logprob)};
+  struct k_sample a = {gpu_copy(x, (size_t)ROWS * n * 4), ROWS, n, n, gpu_copy(rows, sizeof rows), gpu_alloc(sizeof token),
+                       gpu_alloc(sizeof logprob)};
   gpu_check_call(sits_k_sample(&a, gpu_stream()), "sits_k_sample");
   gpu_read(token, a.token, sizeof token);
   gpu_read(logprob, a.logprob, sizeof logprob);
@@ -155,8 +191,10 @@ static void run_sample(int32_t n) {
     int32_t want = ref_sample(row, n, rows[r]);
     double sum = 0;
     for (int32_t i = 0; i < n; i++) sum += exp(row[i]);
-    if (token[r] < 0 || token[r] >= n) n_bad += 1000;
-    else worst = fmax(worst, fabs(logprob[r] - (row[token[r]] - log(sum))));
+    if (token[r] < 0 || token[r] >= n)
+      n_bad += 1000;
+    else
+      worst = fmax(worst, fabs(logprob[r] - (row[token[r]] - log(sum))));
     n_bad += token[r] != want;
   }
   verdict(n_bad <= 0 && worst < 1e-4, "sample V=%d: %d of %d rows differ, log probability off by %.1e", n, n_bad, ROWS, worst);

@@ -1,6 +1,7 @@
 /* The CUDA backend's vtable (backend/backend.h): the device, checks of each batch, a step's inputs and results.
  *
- * submit copies the step's index arrays from pinned memory, then launches a captured graph (decode steps) or the launches one by one, then
+ * submit copies the step's index arrays from pinned memory, then launches a captured graph (decode steps) or the launches one by one,
+ * then
  * the copy of the results; wait blocks on an event. Nothing here allocates after compile and kv_create. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,10 +34,14 @@ static void cuda_close(struct backend *backend)
 static enum sits_status read_recipe(struct backend *backend, struct sits_error *err)
 {
   const char *recipe = backend->options.recipe;
-  if (recipe == NULL || strcmp(recipe, "auto") == 0) backend->recipe = CUDA_RECIPE_AUTO;
-  else if (strcmp(recipe, "w4a16") == 0) backend->recipe = CUDA_RECIPE_W4A16;
-  else if (strcmp(recipe, "w4a8") == 0) backend->recipe = CUDA_RECIPE_W4A8;
-  else return sits_fail_param(err, SITS_INVALID_ARGUMENT, "recipe", "cuda: recipe '%.32s' is not one of auto, w4a16, w4a8", recipe);
+  if (recipe == NULL || strcmp(recipe, "auto") == 0)
+    backend->recipe = CUDA_RECIPE_AUTO;
+  else if (strcmp(recipe, "w4a16") == 0)
+    backend->recipe = CUDA_RECIPE_W4A16;
+  else if (strcmp(recipe, "w4a8") == 0)
+    backend->recipe = CUDA_RECIPE_W4A8;
+  else
+    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "recipe", "cuda: recipe '%.32s' is not one of auto, w4a16, w4a8", recipe);
   backend->options.recipe = NULL; /* borrowed, used here only */
   backend->options.isa = NULL;
   return SITS_OK;
@@ -53,9 +58,11 @@ static enum sits_status init_kernels(void)
 
 static enum sits_status cuda_open(const struct backend_options *options, struct backend **out, struct sits_error *err)
 {
-  if (options->max_batch_tokens < 1 || options->max_seqs < 1) return sits_fail(err, SITS_INVALID_ARGUMENT, "cuda: max_batch_tokens and max_seqs must be positive");
+  if (options->max_batch_tokens < 1 || options->max_seqs < 1)
+    return sits_fail(err, SITS_INVALID_ARGUMENT, "cuda: max_batch_tokens and max_seqs must be positive");
   struct cudaDeviceProp prop;
-  if (!cuda_is_usable() || cudaSetDevice(options->device) != cudaSuccess || cudaGetDeviceProperties(&prop, options->device) != cudaSuccess)
+  if (!cuda_is_usable() || cudaSetDevice(options->device) != cudaSuccess ||
+      cudaGetDeviceProperties(&prop, options->device) != cudaSuccess)
     return sits_fail(err, SITS_UNAVAILABLE, "cuda: no usable device %d (compute capability 8 or 9 is needed)", options->device);
   struct backend *backend = mem_calloc(1, sizeof *backend);
   if (backend == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
@@ -65,9 +72,12 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
   backend->compute_major = prop.major;
   snprintf(backend->name, sizeof backend->name, "cuda %.40s, sm_%d%d", prop.name, prop.major, prop.minor);
   enum sits_status status = read_recipe(backend, err);
-  if (status == SITS_OK && (init_kernels() != SITS_OK || cudaStreamCreate(&backend->stream) != cudaSuccess || cublasLtCreate(&backend->lt) != CUBLAS_STATUS_SUCCESS))
-    status = sits_fail(err, SITS_DEVICE, "cuda: device %d could not be set up: %s", options->device, cudaGetErrorString(cudaGetLastError()));
-  if (status == SITS_OK && (backend->lt_workspace = cuda_memory_alloc(backend, backend, CUDA_LT_WORKSPACE)) == NULL) status = sits_fail(err, SITS_NOMEM, "cuda: out of device memory");
+  if (status == SITS_OK && (init_kernels() != SITS_OK || cudaStreamCreate(&backend->stream) != cudaSuccess ||
+                            cublasLtCreate(&backend->lt) != CUBLAS_STATUS_SUCCESS))
+    status =
+        sits_fail(err, SITS_DEVICE, "cuda: device %d could not be set up: %s", options->device, cudaGetErrorString(cudaGetLastError()));
+  if (status == SITS_OK && (backend->lt_workspace = cuda_memory_alloc(backend, backend, CUDA_LT_WORKSPACE)) == NULL)
+    status = sits_fail(err, SITS_NOMEM, "cuda: out of device memory");
   if (status != SITS_OK) {
     cuda_close(backend);
     return status;
@@ -94,15 +104,16 @@ static bool is_valid(const struct backend_program *p, const struct backend_kv *k
   const struct program_dims *d = &p->program->dims;
   const struct kv_geometry *g = &kv->geometry;
   if (g->n_layers != d->n_layers || g->n_kv_heads != d->n_kv_heads || g->head_dim != d->head_dim) return false;
-  if (b->n_tokens < 1 || b->n_tokens > p->max_tokens || b->n_seqs < 1 || b->n_seqs > p->max_rows || b->n_rows < 0 || b->n_rows > p->max_rows ||
-      b->seq_start[0] != 0 || b->seq_start[b->n_seqs] != b->n_tokens)
+  if (b->n_tokens < 1 || b->n_tokens > p->max_tokens || b->n_seqs < 1 || b->n_seqs > p->max_rows || b->n_rows < 0 ||
+      b->n_rows > p->max_rows || b->seq_start[0] != 0 || b->seq_start[b->n_seqs] != b->n_tokens)
     return false;
   for (int32_t s = 0; s < b->n_seqs; s++) {
     const int32_t t0 = b->seq_start[s], t1 = b->seq_start[s + 1];
     if (t1 < t0 || t1 > b->n_tokens) return false;
     if (t1 == t0) continue;
     for (int32_t t = t0; t < t1; t++)
-      if (b->positions[t] < 0 || b->positions[t] != b->positions[t0] + (t - t0) || b->tokens[t] < 0 || b->tokens[t] >= d->n_vocab) return false;
+      if (b->positions[t] < 0 || b->positions[t] != b->positions[t0] + (t - t0) || b->tokens[t] < 0 || b->tokens[t] >= d->n_vocab)
+        return false;
     const int32_t n_pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
     if (b->kv_len[s] != b->positions[t1 - 1] + 1 || n_pages > b->table_stride || n_pages > p->max_pages) return false;
     for (int32_t i = 0; i < n_pages; i++) {
@@ -124,10 +135,12 @@ static bool is_decode_batch(const struct backend_batch *b)
 }
 
 /* Pinned copies of the batch's arrays, padded to n_seqs sequences of one token where that is more than the batch has. */
-static void fill_inputs(struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, struct cuda_inputs *in, int32_t n_seqs, bool has_fast_decode)
+static void fill_inputs(struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, struct cuda_inputs *in,
+                        int32_t n_seqs, bool has_fast_decode)
 {
-  int32_t *seq_start = in->host, *kv_len = seq_start + in->max_seqs + 1, *row_token = kv_len + in->max_seqs, *offset = row_token + in->max_seqs, *tokens = offset + in->max_seqs,
-          *positions = tokens + in->max_tokens, *token_seq = positions + in->max_tokens;
+  int32_t *seq_start = in->host, *kv_len = seq_start + in->max_seqs + 1, *row_token = kv_len + in->max_seqs,
+          *offset = row_token + in->max_seqs, *tokens = offset + in->max_seqs, *positions = tokens + in->max_tokens,
+          *token_seq = positions + in->max_tokens;
   memcpy(seq_start, b->seq_start, (size_t)(b->n_seqs + 1) * sizeof(int32_t));
   memcpy(kv_len, b->kv_len, (size_t)b->n_seqs * sizeof(int32_t));
   memcpy(row_token, b->row_token, (size_t)b->n_rows * sizeof(int32_t));
@@ -152,11 +165,14 @@ static enum sits_status copy_inputs(struct backend_program *p, const struct back
     if (b->seq_start[s + 1] > b->seq_start[s] && n > cols) cols = n;
   }
   if (cols > b->table_stride) cols = b->table_stride;
-  for (int32_t s = 0; s < b->n_seqs; s++) memcpy(p->host_table + (size_t)s * (size_t)cols, b->block_table + (int64_t)s * b->table_stride, (size_t)cols * sizeof(int32_t));
-  enum sits_status status = CUDA_CALL(backend, cudaMemcpyAsync(in->device, in->host, (size_t)in->n_words * sizeof(int32_t), cudaMemcpyHostToDevice, backend->stream));
+  for (int32_t s = 0; s < b->n_seqs; s++)
+    memcpy(p->host_table + (size_t)s * (size_t)cols, b->block_table + (int64_t)s * b->table_stride, (size_t)cols * sizeof(int32_t));
+  enum sits_status status = CUDA_CALL(
+      backend, cudaMemcpyAsync(in->device, in->host, (size_t)in->n_words * sizeof(int32_t), cudaMemcpyHostToDevice, backend->stream));
   if (status != SITS_OK) return status;
   const size_t row = (size_t)cols * sizeof(int32_t);
-  return CUDA_CALL(backend, cudaMemcpy2DAsync(p->table, (size_t)p->max_pages * sizeof(int32_t), p->host_table, row, row, (size_t)b->n_seqs, cudaMemcpyHostToDevice, backend->stream));
+  return CUDA_CALL(backend, cudaMemcpy2DAsync(p->table, (size_t)p->max_pages * sizeof(int32_t), p->host_table, row, row,
+                                              (size_t)b->n_seqs, cudaMemcpyHostToDevice, backend->stream));
 }
 
 static enum sits_status copy_samples(struct backend_program *p, const struct backend_batch *b, int32_t n_rows)
@@ -165,16 +181,29 @@ static enum sits_status copy_samples(struct backend_program *p, const struct bac
     const struct backend_sample greedy = {.temperature = 0.f, .top_p = 1.f}, *s = r < b->n_rows ? &b->sample[r] : &greedy;
     p->host_sample_rows[r] = (struct k_sample_row){s->temperature, s->top_p, s->min_p, s->top_k, s->u};
   }
-  return CUDA_CALL(p->backend, cudaMemcpyAsync(p->sample_rows, p->host_sample_rows, (size_t)n_rows * sizeof *p->sample_rows, cudaMemcpyHostToDevice, p->backend->stream));
+  return CUDA_CALL(p->backend, cudaMemcpyAsync(p->sample_rows, p->host_sample_rows, (size_t)n_rows * sizeof *p->sample_rows,
+                                               cudaMemcpyHostToDevice, p->backend->stream));
 }
 
 static enum sits_status copy_results(struct backend_program *p, const struct backend_batch *b)
 {
   struct backend *backend = p->backend;
   if (b->n_rows == 0) return SITS_OK;
-  if (b->sample != NULL) return CUDA_CALL(backend, cudaMemcpyAsync(p->host_sampled, p->sampled, (size_t)b->n_rows * sizeof(int32_t), cudaMemcpyDeviceToHost, backend->stream));
+  if (b->sample != NULL)
+    return CUDA_CALL(backend, cudaMemcpyAsync(p->host_sampled, p->sampled, (size_t)b->n_rows * sizeof(int32_t), cudaMemcpyDeviceToHost,
+                                              backend->stream));
   const size_t bytes = (size_t)b->n_rows * (size_t)p->head->rows * sizeof(float);
   return CUDA_CALL(backend, cudaMemcpyAsync(p->host_logits, p->logits, bytes, cudaMemcpyDeviceToHost, backend->stream));
+}
+
+/* Cached tokens in all from which decode attention is bound by bandwidth rather than latency. */
+#define LONG_TOKENS 16384
+
+static bool is_long_batch(const struct backend_batch *b)
+{
+  int64_t sum = 0;
+  for (int32_t s = 0; s < b->n_seqs; s++) sum += b->kv_len[s];
+  return sum > LONG_TOKENS;
 }
 
 static enum sits_status cuda_submit(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *b)
@@ -185,16 +214,18 @@ static enum sits_status cuda_submit(struct backend_program *p, struct backend_kv
   if (!is_valid(p, kv, b)) return SITS_INVALID_ARGUMENT;
   p->submit_us = clock_monotonic_us();
   const bool has_fast_decode = cuda_has_fast_decode(p, kv), is_decode = is_decode_batch(b);
-  const bool is_capturable = is_decode && !backend->options.no_graphs && (has_fast_decode || !k_attn_prefill_takes(p->program->dims.head_dim));
+  const bool is_capturable =
+      is_decode && !backend->options.no_graphs && (has_fast_decode || !k_attn_prefill_takes(p->program->dims.head_dim));
   const int32_t bucket = is_capturable ? cuda_graph_bucket(b->n_seqs, p->decode.max_seqs) : 0;
   struct cuda_inputs *in = bucket > 0 ? &p->decode : &p->general;
   fill_inputs(p, kv, b, in, bucket > 0 ? bucket : b->n_seqs, has_fast_decode);
   enum sits_status status = CUDA_CALL(backend, cudaEventRecord(p->started, backend->stream));
   if (status == SITS_OK) status = copy_inputs(p, b, in);
   if (status == SITS_OK && b->sample != NULL && b->n_rows > 0) status = copy_samples(p, b, bucket > 0 ? bucket : b->n_rows);
-  if (status == SITS_OK && bucket > 0) status = cuda_graph_run(p, kv, bucket, b->sample != NULL);
+  if (status == SITS_OK && bucket > 0)
+    status = cuda_graph_run(p, kv, bucket, b->sample != NULL, is_long_batch(b) && b->n_seqs <= CUDA_FAST_TOKENS);
   else if (status == SITS_OK) {
-    const struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, b};
+    const struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, is_long_batch(b), b};
     status = cuda_run(p, kv, &step, (struct k_stream){(struct CUstream_st *)backend->stream, true});
   }
   if (status == SITS_OK) status = copy_results(p, b);
@@ -213,7 +244,8 @@ static enum sits_status cuda_wait(struct backend_program *p, struct backend_resu
   enum sits_status status = CUDA_CALL(p->backend, cudaEventSynchronize(p->done));
   if (status == SITS_OK) status = CUDA_CALL(p->backend, cudaEventElapsedTime(&ms, p->started, p->done));
   if (status != SITS_OK) return status;
-  *result = (struct backend_result){.logits = p->is_sampled_pending ? NULL : p->host_logits, .tokens = p->is_sampled_pending ? p->host_sampled : NULL,
+  *result = (struct backend_result){.logits = p->is_sampled_pending ? NULL : p->host_logits,
+                                    .tokens = p->is_sampled_pending ? p->host_sampled : NULL,
                                     .compute_us = (int64_t)(ms * 1000.f)};
   return SITS_OK;
 }

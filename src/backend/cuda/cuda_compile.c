@@ -11,17 +11,23 @@
 #include "backend/cuda/cuda_internal.h"
 #include "base/mem.h"
 
-struct reader { struct backend_program *p; int32_t at; struct sits_error *err; };
+struct reader {
+  struct backend_program *p;
+  int32_t at;
+  struct sits_error *err;
+};
 
-static enum sits_status expect(struct reader *r, enum program_op_kind kind, uint32_t fused, int32_t n_parts, const struct program_op **out)
+static enum sits_status expect(struct reader *r, enum program_op_kind kind, uint32_t fused, int32_t n_parts,
+                               const struct program_op **out)
 {
   const struct program *program = r->p->program;
-  if (r->at >= program->n_ops) return sits_fail(r->err, SITS_UNSUPPORTED, "cuda: the program ends where a %s was expected", program_op_name(kind));
+  if (r->at >= program->n_ops)
+    return sits_fail(r->err, SITS_UNSUPPORTED, "cuda: the program ends where a %s was expected", program_op_name(kind));
   const struct program_op *op = &program->ops[r->at++];
   const uint32_t ignored = PROGRAM_FUSE_GROUP;
   if (op->kind != kind || (op->fused & ~ignored) != fused || (n_parts >= 0 && op->n_parts != n_parts))
-    return sits_fail(r->err, SITS_UNSUPPORTED, "cuda: op %d is a %s (fused %#x, %d parts), expected a %s (fused %#x)", r->at - 1, program_op_name(op->kind), op->fused, op->n_parts,
-                     program_op_name(kind), fused);
+    return sits_fail(r->err, SITS_UNSUPPORTED, "cuda: op %d is a %s (fused %#x, %d parts), expected a %s (fused %#x)", r->at - 1,
+                     program_op_name(op->kind), op->fused, op->n_parts, program_op_name(kind), fused);
   *out = op;
   return SITS_OK;
 }
@@ -32,7 +38,8 @@ static struct cuda_weight *intern(struct backend_program *p, const struct progra
   for (int32_t i = 0; i < p->n_weights; i++) {
     const struct cuda_weight *w = &p->weights[i];
     bool same = w->n_parts == op->n_parts && w->is_interleaved == is_interleaved;
-    for (int32_t k = 0; same && k < op->n_parts; k++) same = w->parts[k].weight == op->parts[k].weight && w->parts[k].bias == op->parts[k].bias;
+    for (int32_t k = 0; same && k < op->n_parts; k++)
+      same = w->parts[k].weight == op->parts[k].weight && w->parts[k].bias == op->parts[k].bias;
     if (same) return &p->weights[i];
   }
   struct cuda_weight *w = &p->weights[p->n_weights++];
@@ -40,7 +47,11 @@ static struct cuda_weight *intern(struct backend_program *p, const struct progra
   return w;
 }
 
-#define TRY(call) do { const enum sits_status try_status = (call); if (try_status != SITS_OK) return try_status; } while (0)
+#define TRY(call)                                                                                                                        \
+  do {                                                                                                                                   \
+    const enum sits_status try_status = (call);                                                                                          \
+    if (try_status != SITS_OK) return try_status;                                                                                        \
+  } while (0)
 
 static enum sits_status read_layer(struct reader *r, struct cuda_layer *layer)
 {
@@ -62,7 +73,8 @@ static enum sits_status read_layer(struct reader *r, struct cuda_layer *layer)
   const struct cuda_weight *no_bias[] = {layer->o, layer->gate_up, layer->down};
   for (size_t i = 0; i < 3; i++)
     for (int32_t k = 0; k < no_bias[i]->n_parts; k++)
-      if (no_bias[i]->parts[k].bias != NULL) return sits_fail(r->err, SITS_UNSUPPORTED, "cuda: %s: bias not supported", no_bias[i]->parts[k].bias->name);
+      if (no_bias[i]->parts[k].bias != NULL)
+        return sits_fail(r->err, SITS_UNSUPPORTED, "cuda: %s: bias not supported", no_bias[i]->parts[k].bias->name);
   return SITS_OK;
 }
 
@@ -94,7 +106,8 @@ static enum sits_status load_weights(struct backend_program *p, struct sits_erro
   p->is_fast = p->backend->compute_major == 9;
   for (int32_t l = 0; l < p->program->dims.n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];
-    p->is_fast = p->is_fast && layer->qkv->form == CUDA_W4 && layer->o->form == CUDA_W4 && layer->gate_up->form == CUDA_W4 && layer->down->form == CUDA_W4;
+    p->is_fast = p->is_fast && layer->qkv->form == CUDA_W4 && layer->o->form == CUDA_W4 && layer->gate_up->form == CUDA_W4 &&
+                 layer->down->form == CUDA_W4;
   }
   return SITS_OK;
 }
@@ -135,7 +148,8 @@ static bool make_workspaces(struct backend_program *p)
   struct backend *b = p->backend;
   const struct program_dims *d = &p->program->dims;
   const struct cuda_layer *layer = &p->layers[0];
-  const size_t t = (size_t)p->max_tokens + 128, r = (size_t)p->max_rows, heads = (size_t)(d->n_heads * d->head_dim), ff = (size_t)layer->down->cols;
+  const size_t t = (size_t)p->max_tokens + 128, r = (size_t)p->max_rows, heads = (size_t)(d->n_heads * d->head_dim),
+               ff = (size_t)layer->down->cols;
   const size_t widest = most(padded(d->n_embd), most(padded((int32_t)heads), padded((int32_t)ff)));
   static const int32_t m[3] = {1, 8, 16};
   bool ok = true;
@@ -150,7 +164,8 @@ static bool make_workspaces(struct backend_program *p)
     const struct cuda_weight *w = &p->weights[i];
     const bool is_narrow = w->channel != NULL && b->recipe != CUDA_RECIPE_W4A16 && p->has_e4m3;
     if (w->form == CUDA_W4 && w != p->embed) expanded = most(expanded, (size_t)w->rows * padded(w->cols) * (is_narrow ? 1 : 2));
-    if (w->form == CUDA_W4 && w == p->embed && w == p->head) expanded = most(expanded, (size_t)w->rows * padded(w->cols) * (is_narrow ? 1 : 2));
+    if (w->form == CUDA_W4 && w == p->embed && w == p->head)
+      expanded = most(expanded, (size_t)w->rows * padded(w->cols) * (is_narrow ? 1 : 2));
   }
   const size_t small = t < 384 ? t : 384; /* most tokens that are multiplied with split sums */
   ok = ok && (p->h = cuda_memory_alloc(b, p, t * (size_t)d->n_embd * sizeof(float))) != NULL;
@@ -160,7 +175,9 @@ static bool make_workspaces(struct backend_program *p)
   ok = ok && (p->q = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
   ok = ok && (p->attn = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
   ok = ok && (p->gate_up = cuda_memory_alloc(b, p, t * (size_t)layer->gate_up->rows * 2)) != NULL;
-  ok = ok && (p->slabs = cuda_memory_alloc(b, p, most(t * (size_t)d->n_embd, small * 8 * most((size_t)d->n_embd, (size_t)layer->qkv->rows)) * sizeof(float))) != NULL;
+  ok = ok &&
+       (p->slabs = cuda_memory_alloc(
+            b, p, most(t * (size_t)d->n_embd, small * 8 * most((size_t)d->n_embd, (size_t)layer->qkv->rows)) * sizeof(float))) != NULL;
   ok = ok && (p->expanded = cuda_memory_alloc(b, p, expanded)) != NULL;
   ok = ok && (p->logits = cuda_memory_alloc(b, p, (r + 16) * (size_t)p->head->rows * sizeof(float))) != NULL;
   ok = ok && (p->host_logits = cuda_pinned_alloc(b, p, r * (size_t)p->head->rows * sizeof(float))) != NULL;
@@ -180,11 +197,13 @@ static enum sits_status check_dims(const struct program *program, struct sits_er
 {
   const struct program_dims *d = &program->dims;
   if (d->n_embd % 8 || d->head_dim % 4 || (d->n_heads * d->head_dim) % 8 || d->head_dim > 256 || d->n_heads % d->n_kv_heads)
-    return sits_fail(err, SITS_UNSUPPORTED, "cuda: width %d, heads %d of %d, head size %d are not supported", d->n_embd, d->n_heads, d->n_kv_heads, d->head_dim);
+    return sits_fail(err, SITS_UNSUPPORTED, "cuda: width %d, heads %d of %d, head size %d are not supported", d->n_embd, d->n_heads,
+                     d->n_kv_heads, d->head_dim);
   return program_check(program, err);
 }
 
-enum sits_status cuda_compile(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err)
+enum sits_status cuda_compile(struct backend *backend, const struct program *program, struct backend_program **out,
+                              struct sits_error *err)
 {
   if (backend->is_failed) return sits_fail(err, SITS_DEVICE, "cuda: the device has failed");
   struct backend_program *p = mem_calloc(1, sizeof *p);
@@ -202,7 +221,9 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
     p->act_scale = backend->lt_workspace; /* any device address, for the probe only */
     cuda_gemm_probe(p);
   }
-  if (status == SITS_OK && !make_workspaces(p)) status = sits_fail(err, SITS_NOMEM, "cuda: workspaces for %d tokens and %d sequences do not fit the device", p->max_tokens, p->max_rows);
+  if (status == SITS_OK && !make_workspaces(p))
+    status =
+        sits_fail(err, SITS_NOMEM, "cuda: workspaces for %d tokens and %d sequences do not fit the device", p->max_tokens, p->max_rows);
   if (status == SITS_OK) status = CUDA_CALL(backend, cudaEventCreate(&p->started));
   if (status == SITS_OK) status = CUDA_CALL(backend, cudaEventCreate(&p->done));
   if (status == SITS_OK) status = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream));

@@ -37,7 +37,8 @@ struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_w
 
 /* ---- cuBLASLt ---- */
 
-#define LT_TRY(call) if ((call) != CUBLAS_STATUS_SUCCESS) return false
+#define LT_TRY(call)                                                                                                                     \
+  if ((call) != CUBLAS_STATUS_SUCCESS) return false
 
 static bool lt_describe(struct cuda_lt_plan *plan)
 {
@@ -70,8 +71,10 @@ static bool lt_choose(struct backend *backend, struct cuda_lt_plan *plan, const 
     LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &any_scale, sizeof any_scale));
   }
   LT_TRY(cublasLtMatmulPreferenceCreate(&preference));
-  bool ok = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace) == CUBLAS_STATUS_SUCCESS;
-  ok = ok && cublasLtMatmulAlgoGetHeuristic(backend->lt, plan->op, plan->a, plan->b, plan->d, plan->d, preference, 1, &result, &n_found) == CUBLAS_STATUS_SUCCESS;
+  bool ok = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace) ==
+            CUBLAS_STATUS_SUCCESS;
+  ok = ok && cublasLtMatmulAlgoGetHeuristic(backend->lt, plan->op, plan->a, plan->b, plan->d, plan->d, preference, 1, &result,
+                                            &n_found) == CUBLAS_STATUS_SUCCESS;
   cublasLtMatmulPreferenceDestroy(preference);
   plan->algo = result.algo;
   return ok && n_found == 1;
@@ -115,8 +118,8 @@ void cuda_gemm_probe(struct backend_program *p)
   p->has_e4m3 = w->rows % LT_ALIGN == 0 && lt_plan(p, w->rows, k_blocks(w->cols) * K_GROUP, 512, LT_E4M3_F16) != NULL;
 }
 
-static enum sits_status lt_multiply(struct backend_program *p, const struct cuda_weight *w, int32_t n, const void *weight, const struct k_act *x, bool is_f32,
-                                    void *y, struct k_stream at)
+static enum sits_status lt_multiply(struct backend_program *p, const struct cuda_weight *w, int32_t n, const void *weight,
+                                    const struct k_act *x, bool is_f32, void *y, struct k_stream at)
 {
   const bool is_e4m3 = x->form == K_ACT_ROW_E4M3;
   const int32_t cols = k_blocks(w->cols) * K_GROUP, n_padded = is_e4m3 ? (n + LT_ALIGN - 1) / LT_ALIGN * LT_ALIGN : n;
@@ -130,35 +133,52 @@ static enum sits_status lt_multiply(struct backend_program *p, const struct cuda
         cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &b, sizeof b) != CUBLAS_STATUS_SUCCESS)
       return CUDA_CALL(p->backend, cudaErrorInvalidValue);
   }
-  const cublasStatus_t e = cublasLtMatmul(p->backend->lt, plan->op, &one, weight, plan->a, x->data, plan->b, &zero, y, plan->d, y, plan->d, &plan->algo,
-                                          p->backend->lt_workspace, CUDA_LT_WORKSPACE, (cudaStream_t)at.stream);
+  const cublasStatus_t e = cublasLtMatmul(p->backend->lt, plan->op, &one, weight, plan->a, x->data, plan->b, &zero, y, plan->d, y,
+                                          plan->d, &plan->algo, p->backend->lt_workspace, CUDA_LT_WORKSPACE, (cudaStream_t)at.stream);
   return e == CUBLAS_STATUS_SUCCESS ? SITS_OK : CUDA_CALL(p->backend, cudaErrorLaunchFailure);
 }
 
 /* ---- the choice ---- */
 
-static enum sits_status multiply_fragments(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x, bool is_f32, void *y,
-                                           struct k_stream at)
+static enum sits_status multiply_fragments(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
+                                           bool is_f32, void *y, struct k_stream at)
 {
-  const struct k_w4a16 a = {.weight = w->data, .format = w->format, .rows = w->rows, .cols = w->cols, .n_tokens = n, .x = x->data, .output = is_f32 ? K_OUT_F32 : K_OUT_F16,
-                            .y = y, .ld = w->rows, .bias = w->bias};
+  const struct k_w4a16 a = {.weight = w->data,
+                            .format = w->format,
+                            .rows = w->rows,
+                            .cols = w->cols,
+                            .n_tokens = n,
+                            .x = x->data,
+                            .output = is_f32 ? K_OUT_F32 : K_OUT_F16,
+                            .y = y,
+                            .ld = w->rows,
+                            .bias = w->bias};
   return CUDA_CALL(p->backend, sits_k_w4a16(&a, p->backend->n_sm, at));
 }
 
-static enum sits_status multiply_s8(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x, enum cuda_gemm_output output, void *y,
-                                    int32_t *n_slabs, struct k_stream at)
+static enum sits_status multiply_s8(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
+                                    enum cuda_gemm_output output, void *y, int32_t *n_slabs, struct k_stream at)
 {
   static const enum k_w4a8_output outputs[] = {K_W4A8_F16, K_W4A8_F32, K_W4A8_SLAB_F32, K_W4A8_SWIGLU};
-  const struct k_w4a8 a = {.weight = w->data, .channel = w->channel, .rows = w->rows, .cols = w->cols, .n_tokens = n, .x = x->data, .x_scale = x->scale, .output = outputs[output],
-                           .y = y, .ld = output == CUDA_GEMM_SWIGLU ? w->rows / 2 : w->rows, .slab_stride = (int64_t)n * w->rows};
+  const struct k_w4a8 a = {.weight = w->data,
+                           .channel = w->channel,
+                           .rows = w->rows,
+                           .cols = w->cols,
+                           .n_tokens = n,
+                           .x = x->data,
+                           .x_scale = x->scale,
+                           .output = outputs[output],
+                           .y = y,
+                           .ld = output == CUDA_GEMM_SWIGLU ? w->rows / 2 : w->rows,
+                           .slab_stride = (int64_t)n * w->rows};
   struct k_w4a8_plan plan;
   if (!k_w4a8_plan(&a, p->backend->n_sm, &plan)) return CUDA_CALL(p->backend, cudaErrorInvalidValue);
   if (n_slabs != NULL) *n_slabs = plan.n_split;
   return CUDA_CALL(p->backend, sits_k_w4a8(&a, p->backend->n_sm, at));
 }
 
-enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x, enum cuda_gemm_output output,
-                           void *y, int32_t *n_slabs, enum k_act_source *source, struct k_stream at)
+enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
+                           enum cuda_gemm_output output, void *y, int32_t *n_slabs, enum k_act_source *source, struct k_stream at)
 {
   const bool is_f32 = output == CUDA_GEMM_F32 || output == CUDA_GEMM_SLABS;
   enum sits_status status = SITS_OK;
@@ -167,7 +187,8 @@ enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *
   if (n_slabs != NULL) *n_slabs = 1;
   if (source != NULL) *source = x->form == K_ACT_TILE_S8 ? K_SRC_F16 : K_SRC_F16_GATE_UP;
   if (x->form == K_ACT_FRAG_F16) return multiply_fragments(p, w, n, x, is_f32, y, at);
-  if (x->form == K_ACT_TILE_S8) status = multiply_s8(p, w, n, x, output, y, n_slabs, at);
+  if (x->form == K_ACT_TILE_S8)
+    status = multiply_s8(p, w, n, x, output, y, n_slabs, at);
   else {
     const void *weight = w->data;
     if (w->form == CUDA_W4) {
@@ -177,7 +198,7 @@ enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *
     }
     if (status == SITS_OK) status = lt_multiply(p, w, n, weight, x, is_f32, y, at);
   }
-  if (status == SITS_OK && w->bias != NULL && output != CUDA_GEMM_SLABS) { /* whoever adds the sums adds the bias */
+  if (status == SITS_OK && w->bias != NULL && output != CUDA_GEMM_SLABS) {            /* whoever adds the sums adds the bias */
     if (output != CUDA_GEMM_F16) return CUDA_CALL(p->backend, cudaErrorNotSupported); /* compile refuses such programs */
     status = CUDA_CALL(p->backend, sits_k_add_bias(y, w->bias, n, w->rows, at));
   }

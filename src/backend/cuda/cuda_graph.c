@@ -1,4 +1,5 @@
-/* Decode steps as CUDA graphs: one per batch bucket (and with or without sampling), captured when first needed, launches joined by
+/* Decode steps as CUDA graphs: one per batch bucket (with or without sampling, for short or long contexts), captured when first needed,
+ * launches joined by
  * programmatic edges. Entry points: cuda_graph_bucket, cuda_graph_run, cuda_graph_clear.
  *
  * Everything that changes from step to step lies in fixed device buffers (struct cuda_inputs, the page table), so a captured graph serves
@@ -19,10 +20,17 @@ void cuda_graph_clear(struct backend_program *p)
   p->n_graphs = 0;
 }
 
-static enum sits_status capture(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, cudaGraphExec_t *out)
+static enum sits_status capture(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, bool is_long,
+                                cudaGraphExec_t *out)
 {
   struct backend *b = p->backend;
-  const struct cuda_step step = {.in = &p->decode, .n_tokens = bucket, .n_seqs = bucket, .n_rows = bucket, .is_decode = true, .is_sampled = is_sampled};
+  const struct cuda_step step = {.in = &p->decode,
+                                 .n_tokens = bucket,
+                                 .n_seqs = bucket,
+                                 .n_rows = bucket,
+                                 .is_decode = true,
+                                 .is_sampled = is_sampled,
+                                 .is_long = is_long};
   cudaGraph_t graph = NULL;
   enum sits_status status = CUDA_CALL(b, cudaStreamBeginCapture(b->stream, cudaStreamCaptureModeThreadLocal));
   if (status != SITS_OK) return status;
@@ -34,7 +42,7 @@ static enum sits_status capture(struct backend_program *p, struct backend_kv *kv
   return status;
 }
 
-enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled)
+enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, bool is_long)
 {
   struct backend *b = p->backend;
   if (p->graphs_kv != kv) {
@@ -42,11 +50,12 @@ enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv
     p->graphs_kv = kv;
   }
   for (int32_t i = 0; i < p->n_graphs; i++)
-    if (p->graphs[i].bucket == bucket && p->graphs[i].is_sampled == is_sampled) return CUDA_CALL(b, cudaGraphLaunch(p->graphs[i].exec, b->stream));
+    if (p->graphs[i].bucket == bucket && p->graphs[i].is_sampled == is_sampled && p->graphs[i].is_long == is_long)
+      return CUDA_CALL(b, cudaGraphLaunch(p->graphs[i].exec, b->stream));
   if (p->n_graphs == CUDA_MAX_GRAPHS) cuda_graph_clear(p);
   cudaGraphExec_t exec = NULL;
-  const enum sits_status status = capture(p, kv, bucket, is_sampled, &exec);
+  const enum sits_status status = capture(p, kv, bucket, is_sampled, is_long, &exec);
   if (status != SITS_OK) return status;
-  p->graphs[p->n_graphs++] = (struct cuda_graph){bucket, is_sampled, exec};
+  p->graphs[p->n_graphs++] = (struct cuda_graph){bucket, is_sampled, is_long, exec};
   return CUDA_CALL(b, cudaGraphLaunch(exec, b->stream));
 }

@@ -1,8 +1,10 @@
 /* Private to src/backend/cuda: the device, a compiled program, page memory.
  *
- * Vocabulary: the fast path is a step of at most 16 tokens on a program whose layers are all packed 4-bit (five launches a layer); the general
+ * Vocabulary: the fast path is a step of at most 16 tokens on a program whose layers are all packed 4-bit (five launches a layer); the
+ * general
  * path takes any step and any weights. A bucket is a padded batch size for which a decode step is captured as one graph.
- * Rules: 1. All device memory is taken by cuda_memory_alloc during open, compile and kv_create; nothing is taken later. 2. Every CUDA call
+ * Rules: 1. All device memory is taken by cuda_memory_alloc during open, compile and kv_create; nothing is taken later. 2. Every CUDA
+ * call
  * goes through CUDA_TRY or cuda_check: the first failure marks the backend failed (sticky) and is logged once. 3. One thread.
  *
  * Files: cuda.c (vtable, checks of a batch), cuda_memory.c (allocation, errors), cuda_weights.c (packing), cuda_compile.c (program to
@@ -26,7 +28,7 @@
 #define CUDA_GRAPH_TOKENS 256       /* largest captured batch */
 #define CUDA_LT_WORKSPACE (64u << 20)
 #define CUDA_MAX_LT_PLANS 256
-#define CUDA_MAX_GRAPHS 48
+#define CUDA_MAX_GRAPHS 64
 
 enum cuda_recipe { CUDA_RECIPE_AUTO, CUDA_RECIPE_W4A16, CUDA_RECIPE_W4A8 };
 
@@ -73,9 +75,10 @@ struct cuda_inputs {
   int64_t n_words;
 };
 
-struct cuda_lt_plan { int32_t rows, cols, n; int kind; cublasLtMatmulAlgo_t algo; cublasLtMatmulDesc_t op; cublasLtMatrixLayout_t a, b, d; };
+struct cuda_lt_plan { int32_t rows, cols, n; int kind; cublasLtMatmulAlgo_t algo; cublasLtMatmulDesc_t op; cublasLtMatrixLayout_t a, b,
+  d; };
 
-struct cuda_graph { int32_t bucket; bool is_sampled; cudaGraphExec_t exec; };
+struct cuda_graph { int32_t bucket; bool is_sampled, is_long; cudaGraphExec_t exec; };
 
 struct backend_program {
   struct backend *backend;
@@ -144,7 +147,8 @@ enum sits_status cuda_vector_load(struct backend *backend, const void *owner, co
 int64_t cuda_weight_bytes(const struct cuda_weight *weight);
 
 /* ---- cuda_compile.c ---- */
-enum sits_status cuda_compile(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err);
+enum sits_status cuda_compile(struct backend *backend, const struct program *program, struct backend_program **out,
+                              struct sits_error *err);
 void cuda_program_destroy(struct backend_program *program);
 
 /* ---- cuda_gemm.c: y = W x for activations in the form the weight wants ---- */
@@ -152,7 +156,8 @@ enum cuda_gemm_output { CUDA_GEMM_F16, CUDA_GEMM_F32, CUDA_GEMM_SLABS, CUDA_GEMM
 /* How a step of n rows multiplies this weight: the form its activations must be in. */
 struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_weight *w, int32_t n);
 /* y: f16 or f32 [n][rows]; SLABS: into p->slabs, *n_slabs of them; SWIGLU: p->gate_up as *source says (products or pairs). */
-enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x, enum cuda_gemm_output output,
+enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
+                           enum cuda_gemm_output output,
                            void *y, int32_t *n_slabs, enum k_act_source *source, struct k_stream at) SITS_MUST_CHECK;
 /* Whether cuBLASLt takes e4m3 with vector scales; sets p->has_e4m3. */
 void cuda_gemm_probe(struct backend_program *p);
@@ -164,24 +169,29 @@ struct cuda_step {
   int32_t n_tokens, n_seqs, n_rows;
   bool is_decode;                   /* every sequence has one token, rows are the tokens in order */
   bool is_sampled;
+  bool is_long;                     /* so many cached tokens that attention wants more CTAs than the fused kernel has */
   const struct backend_batch *batch; /* NULL while capturing */
 };
 /* One-token sequences go through the fused int4 decode kernel. */
 bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_kv *kv);
 /* Sequences s0 .. return value - 1 share the gather memory; their row offsets go to `offset` (may be NULL). */
-int32_t cuda_gather_chunk(const struct backend_batch *batch, const struct backend_kv *kv, int32_t s0, bool has_fast_decode, int32_t *offset);
+int32_t cuda_gather_chunk(const struct backend_batch *batch, const struct backend_kv *kv, int32_t s0, bool has_fast_decode,
+                          int32_t *offset);
 /* Enqueue everything from embedding to logits (and sampling). */
-enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at) SITS_MUST_CHECK;
+enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step,
+                          struct k_stream at) SITS_MUST_CHECK;
 
 /* ---- cuda_graph.c ---- */
 /* Bucket for a decode batch; 0 when it is too large to be captured. */
 int32_t cuda_graph_bucket(int32_t n_seqs, int32_t max_seqs);
-enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled) SITS_MUST_CHECK;
+enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled,
+                                bool is_long) SITS_MUST_CHECK;
 void cuda_graph_clear(struct backend_program *p);
 
 /* ---- cuda_kv.c ---- */
 uint64_t cuda_kv_page_bytes(const struct kv_geometry *geometry);
-enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out, struct sits_error *err);
+enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
+                                struct sits_error *err);
 void cuda_kv_destroy(struct backend_kv *kv);
 enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n);
 enum sits_status cuda_kv_read_page(struct backend_kv *kv, int32_t page, void *host);

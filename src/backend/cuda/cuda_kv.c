@@ -33,13 +33,14 @@ void cuda_kv_destroy(struct backend_kv *kv)
   mem_free(kv);
 }
 
-enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out, struct sits_error *err)
+enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
+                                struct sits_error *err)
 {
   enum k_kv_codec codec;
   const uint64_t page_bytes = cuda_kv_page_bytes(geometry);
   if (page_bytes == 0 || !codec_of(geometry->codec, &codec))
-    return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "cuda: page codec %s with head size %d is not supported", kv_codec_name(geometry->codec),
-                           geometry->head_dim);
+    return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "cuda: page codec %s with head size %d is not supported",
+                           kv_codec_name(geometry->codec), geometry->head_dim);
   struct backend_kv *kv = mem_calloc(1, sizeof *kv);
   if (kv == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
   *kv = (struct backend_kv){.backend = backend, .geometry = *geometry, .codec = codec, .page_bytes = (int64_t)page_bytes};
@@ -56,8 +57,8 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
   if (ok) ok = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream)) == SITS_OK;
   if (!ok) {
     cuda_kv_destroy(kv);
-    return sits_fail(err, backend->is_failed ? SITS_DEVICE : SITS_NOMEM, "cuda: %d pages of %llu bytes do not fit the device", geometry->n_pages,
-                     (unsigned long long)page_bytes);
+    return sits_fail(err, backend->is_failed ? SITS_DEVICE : SITS_NOMEM, "cuda: %d pages of %llu bytes do not fit the device",
+                     geometry->n_pages, (unsigned long long)page_bytes);
   }
   *out = kv;
   return SITS_OK;
@@ -69,8 +70,9 @@ enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy 
 {
   for (int32_t i = 0; i < n; i++) {
     if (!is_page(kv, copies[i].from_page) || !is_page(kv, copies[i].to_page)) return SITS_INVALID_ARGUMENT;
-    const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(kv->pool + copies[i].to_page * kv->page_bytes, kv->pool + copies[i].from_page * kv->page_bytes,
-                                                                          (size_t)kv->page_bytes, cudaMemcpyDeviceToDevice, kv->backend->stream));
+    const enum sits_status status = CUDA_CALL(
+        kv->backend, cudaMemcpyAsync(kv->pool + copies[i].to_page * kv->page_bytes, kv->pool + copies[i].from_page * kv->page_bytes,
+                                     (size_t)kv->page_bytes, cudaMemcpyDeviceToDevice, kv->backend->stream));
     if (status != SITS_OK) return status;
   }
   return SITS_OK;
@@ -79,13 +81,15 @@ enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy 
 enum sits_status cuda_kv_read_page(struct backend_kv *kv, int32_t page, void *host)
 {
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
-  const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(host, kv->pool + page * kv->page_bytes, (size_t)kv->page_bytes, cudaMemcpyDeviceToHost, kv->backend->stream));
+  const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(host, kv->pool + page * kv->page_bytes, (size_t)kv->page_bytes,
+                                                                         cudaMemcpyDeviceToHost, kv->backend->stream));
   return status != SITS_OK ? status : CUDA_CALL(kv->backend, cudaStreamSynchronize(kv->backend->stream));
 }
 
 enum sits_status cuda_kv_write_page(struct backend_kv *kv, int32_t page, const void *host)
 {
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
-  const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(kv->pool + page * kv->page_bytes, host, (size_t)kv->page_bytes, cudaMemcpyHostToDevice, kv->backend->stream));
+  const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(kv->pool + page * kv->page_bytes, host, (size_t)kv->page_bytes,
+                                                                         cudaMemcpyHostToDevice, kv->backend->stream));
   return status != SITS_OK ? status : CUDA_CALL(kv->backend, cudaStreamSynchronize(kv->backend->stream));
 }

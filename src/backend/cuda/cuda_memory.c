@@ -1,4 +1,5 @@
-/* Device and pinned memory of a backend, each block with its owner so that a half-built object is freed by one call; and the one place where
+/* Device and pinned memory of a backend, each block with its owner so that a half-built object is freed by one call; and the one place
+ * where
  * CUDA errors are looked at. Entry points: cuda_memory_alloc, cuda_pinned_alloc, cuda_memory_free_owner, cuda_check. */
 #include "backend/cuda/cuda_internal.h"
 
@@ -11,8 +12,8 @@ enum sits_status cuda_check(struct backend *backend, int error, const char *what
   if (backend->is_failed) return SITS_DEVICE;
   if (error == cudaSuccess) return SITS_OK;
   backend->is_failed = true;
-  log_error("cuda", "device failed: %s (%s) in %s at %s:%d", cudaGetErrorString((cudaError_t)error), cudaGetErrorName((cudaError_t)error), what,
-            file, line);
+  log_error("cuda", "device failed: %s (%s) in %s at %s:%d", cudaGetErrorString((cudaError_t)error), cudaGetErrorName((cudaError_t)error),
+            what, file, line);
   return SITS_DEVICE;
 }
 
@@ -50,9 +51,12 @@ void cuda_memory_free_owner(struct backend *backend, const void *owner)
   int32_t kept = 0;
   for (int32_t i = 0; i < backend->n_blocks; i++) {
     const struct cuda_block *block = &backend->blocks[i];
-    if (block->owner != owner) backend->blocks[kept++] = *block;
-    else if (block->is_pinned) (void)cudaFreeHost(block->data);
-    else (void)cudaFree(block->data);
+    if (block->owner != owner)
+      backend->blocks[kept++] = *block;
+    else if (block->is_pinned)
+      (void)cudaFreeHost(block->data);
+    else
+      (void)cudaFree(block->data);
   }
   backend->n_blocks = kept;
 }

@@ -2,12 +2,17 @@
  *
  * Fast path, T <= 16, five launches a layer; residual sums, norms and SwiGLU live in the GEMMs' epilogues:
  *   qkv (1/rms) -> attention (rotation, append, softmax) -> o (+ residual, gain) -> gate_up (1/rms, SwiGLU) -> down (+ residual, gain)
- * General path: norm -> qkv -> [bias] -> attention -> convert -> o -> norm (+ sums) -> gate_up -> convert -> down, the last sums being added
+ * General path: norm -> qkv -> [bias] -> attention -> convert -> o -> norm (+ sums) -> gate_up -> convert -> down, the last sums being
+ * added
  * by the next layer's norm.
  */
 #include "backend/cuda/cuda_internal.h"
 
-#define TRY(call) do { const enum sits_status try_status = (call); if (try_status != SITS_OK) return try_status; } while (0)
+#define TRY(call)                                                                                                                        \
+  do {                                                                                                                                   \
+    const enum sits_status try_status = (call);                                                                                          \
+    if (try_status != SITS_OK) return try_status;                                                                                        \
+  } while (0)
 #define FUSED_SEQS 8 /* largest decode batch whose attention kernel rotates and appends by itself */
 #define LAUNCH(call) TRY(CUDA_CALL(p->backend, call))
 
@@ -15,9 +20,22 @@ static struct k_kv_view view_of(const struct backend_program *p, const struct ba
 {
   const struct program_dims *d = &p->program->dims;
   const struct cuda_inputs *in = step->in;
-  return (struct k_kv_view){.pool = kv->pool, .page_bytes = kv->page_bytes, .codec = kv->codec, .layer = layer, .n_heads = d->n_heads, .n_kv_heads = d->n_kv_heads,
-                            .head_dim = d->head_dim, .window = d->sliding_window, .n_tokens = step->n_tokens, .n_seqs = step->n_seqs, .seq_start = in->seq_start,
-                            .kv_len = in->kv_len, .positions = in->positions, .token_seq = in->token_seq, .block_table = p->table, .table_stride = p->max_pages};
+  return (struct k_kv_view){.pool = kv->pool,
+                            .page_bytes = kv->page_bytes,
+                            .codec = kv->codec,
+                            .layer = layer,
+                            .n_heads = d->n_heads,
+                            .n_kv_heads = d->n_kv_heads,
+                            .head_dim = d->head_dim,
+                            .window = d->sliding_window,
+                            .n_tokens = step->n_tokens,
+                            .n_seqs = step->n_seqs,
+                            .seq_start = in->seq_start,
+                            .kv_len = in->kv_len,
+                            .positions = in->positions,
+                            .token_seq = in->token_seq,
+                            .block_table = p->table,
+                            .table_stride = p->max_pages};
 }
 
 bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_kv *kv)
@@ -27,11 +45,20 @@ bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_
 }
 
 /* q: rotated queries, the tokens being appended already; NULL: everything from p->qkv in one kernel. */
-static enum sits_status decode_attention(struct backend_program *p, const struct k_kv_view *view, const struct cuda_layer *layer, const void *q, int32_t frag_m, void *out,
-                                         struct k_stream at)
+static enum sits_status decode_attention(struct backend_program *p, const struct k_kv_view *view, const struct cuda_layer *layer,
+                                         const void *q, int32_t frag_m, void *out, struct k_stream at)
 {
-  const struct k_attn_decode a = {.kv = *view, .rope = p->rope, .q = q, .qkv = p->qkv, .q_gain = layer->q_gain, .k_gain = layer->k_gain, .eps = p->program->dims.rms_eps,
-                                  .out = out, .frag_m = frag_m, .workspace = p->attn_workspace, .counters = p->attn_counters};
+  const struct k_attn_decode a = {.kv = *view,
+                                  .rope = p->rope,
+                                  .q = q,
+                                  .qkv = p->qkv,
+                                  .q_gain = layer->q_gain,
+                                  .k_gain = layer->k_gain,
+                                  .eps = p->program->dims.rms_eps,
+                                  .out = out,
+                                  .frag_m = frag_m,
+                                  .workspace = p->attn_workspace,
+                                  .counters = p->attn_counters};
   return CUDA_CALL(p->backend, sits_k_attn_decode(&a, p->backend->n_sm, at));
 }
 
@@ -56,8 +83,8 @@ int32_t cuda_gather_chunk(const struct backend_batch *b, const struct backend_kv
   return s;
 }
 
-static enum sits_status gathered_attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, const struct k_kv_view *view, bool has_fast_decode,
-                                           struct k_stream at)
+static enum sits_status gathered_attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step,
+                                           const struct k_kv_view *view, bool has_fast_decode, struct k_stream at)
 {
   const struct backend_batch *b = step->batch;
   for (int32_t s0 = 0, s1; s0 < b->n_seqs; s0 = s1) {
@@ -70,8 +97,10 @@ static enum sits_status gathered_attention(struct backend_program *p, struct bac
       if (n > max_new) max_new = n;
     }
     if (max_new == 0) continue;
-    const struct k_kv_gather gather = {*view, s0, s1 - s0, step->in->offset, max_pages, kv->gather_tokens, kv->gather_k, kv->gather_v, has_fast_decode};
-    const struct k_attn_prefill attend = {*view, p->q, kv->gather_k, kv->gather_v, kv->gather_tokens, step->in->offset, s0, s1 - s0, max_new, p->attn, has_fast_decode};
+    const struct k_kv_gather gather = {*view,        s0,           s1 - s0,        step->in->offset, max_pages, kv->gather_tokens,
+                                       kv->gather_k, kv->gather_v, has_fast_decode};
+    const struct k_attn_prefill attend = {*view, p->q,    kv->gather_k, kv->gather_v, kv->gather_tokens, step->in->offset,
+                                          s0,    s1 - s0, max_new,      p->attn,      has_fast_decode};
     LAUNCH(sits_k_kv_gather(&gather, at));
     LAUNCH(sits_k_attn_prefill(&attend, at));
   }
@@ -79,22 +108,31 @@ static enum sits_status gathered_attention(struct backend_program *p, struct bac
 }
 
 /* p->qkv (or n_slabs sums in p->slabs) -> rows in p->attn, or fragments in frag_a when frag_m > 0. */
-static enum sits_status attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, int32_t l, int32_t n_slabs, int32_t frag_m, void *frag,
-                                  struct k_stream at)
+static enum sits_status attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, int32_t l,
+                                  int32_t n_slabs, int32_t frag_m, void *frag, struct k_stream at)
 {
   const struct cuda_layer *layer = &p->layers[l];
   const struct k_kv_view view = view_of(p, kv, step, l);
   const bool has_fast_decode = cuda_has_fast_decode(p, kv);
-  if (step->is_decode && has_fast_decode && n_slabs == 0 && step->n_seqs <= FUSED_SEQS)
+  if (step->is_decode && has_fast_decode && n_slabs == 0 && step->n_seqs <= FUSED_SEQS && !step->is_long)
     return decode_attention(p, &view, layer, NULL, frag_m, frag_m ? frag : p->attn, at);
-  const struct k_rope_append append = {.kv = view, .rope = p->rope, .qkv = n_slabs > 0 ? NULL : p->qkv, .slabs = p->slabs, .bias = layer->qkv->bias, .n_slabs = n_slabs,
-                                       .slab_stride = (int64_t)step->n_tokens * layer->qkv->rows, .q_gain = layer->q_gain, .k_gain = layer->k_gain,
-                                       .eps = p->program->dims.rms_eps, .q = p->q};
+  const struct k_rope_append append = {.kv = view,
+                                       .rope = p->rope,
+                                       .qkv = n_slabs > 0 ? NULL : p->qkv,
+                                       .slabs = p->slabs,
+                                       .bias = layer->qkv->bias,
+                                       .n_slabs = n_slabs,
+                                       .slab_stride = (int64_t)step->n_tokens * layer->qkv->rows,
+                                       .q_gain = layer->q_gain,
+                                       .k_gain = layer->k_gain,
+                                       .eps = p->program->dims.rms_eps,
+                                       .q = p->q};
   LAUNCH(sits_k_rope_append(&append, at));
   if (step->is_decode && has_fast_decode) return decode_attention(p, &view, layer, p->q, frag_m, frag_m ? frag : p->attn, at);
   if (k_attn_prefill_takes(view.head_dim)) {
     bool has_single = false;
-    for (int32_t s = 0; s < step->batch->n_seqs; s++) has_single = has_single || step->batch->seq_start[s + 1] - step->batch->seq_start[s] == 1;
+    for (int32_t s = 0; s < step->batch->n_seqs; s++)
+      has_single = has_single || step->batch->seq_start[s + 1] - step->batch->seq_start[s] == 1;
     TRY(gathered_attention(p, kv, step, &view, has_fast_decode, at));
     if (has_fast_decode && has_single) TRY(decode_attention(p, &view, layer, p->q, 0, p->attn, at));
   } else {
@@ -111,8 +149,15 @@ static enum sits_status attention(struct backend_program *p, struct backend_kv *
 static enum sits_status embed(struct backend_program *p, const struct cuda_step *step, int32_t frag_i, int32_t frag_m, struct k_stream at)
 {
   const struct program_dims *d = &p->program->dims;
-  struct k_embed a = {.tokens = step->in->tokens, .table = p->embed->data, .is_packed = p->embed->form == CUDA_W4, .format = p->embed->format, .n_tokens = step->n_tokens,
-                      .width = d->n_embd, .ld = k_blocks(d->n_embd) * K_GROUP, .n_vocab = d->n_vocab, .h = p->h};
+  struct k_embed a = {.tokens = step->in->tokens,
+                      .table = p->embed->data,
+                      .is_packed = p->embed->form == CUDA_W4,
+                      .format = p->embed->format,
+                      .n_tokens = step->n_tokens,
+                      .width = d->n_embd,
+                      .ld = k_blocks(d->n_embd) * K_GROUP,
+                      .n_vocab = d->n_vocab,
+                      .h = p->h};
   if (frag_m > 0) {
     a.frag_m = frag_m, a.next = p->frag_e[frag_i], a.gain = p->layers[0].attn_gain;
     a.ssq = p->ssq[frag_i], a.n_ssq = k_w4a16_ssq_parts(d->n_embd);
@@ -125,7 +170,16 @@ static enum sits_status head(struct backend_program *p, const struct cuda_step *
 {
   const struct program_dims *d = &p->program->dims;
   const struct k_act x = cuda_gemm_form(p, p->head, step->n_rows);
-  const struct k_norm norm = {p->h, p->slabs, n_slabs, (int64_t)step->n_tokens * d->n_embd, p->final_gain, d->rms_eps, step->n_rows, d->n_embd, step->in->row_token, x};
+  const struct k_norm norm = {p->h,
+                              p->slabs,
+                              n_slabs,
+                              (int64_t)step->n_tokens * d->n_embd,
+                              p->final_gain,
+                              d->rms_eps,
+                              step->n_rows,
+                              d->n_embd,
+                              step->in->row_token,
+                              x};
   LAUNCH(sits_k_norm(&norm, at));
   return cuda_gemm(p, p->head, step->n_rows, &x, CUDA_GEMM_F32, p->logits, NULL, NULL, at);
 }
@@ -133,7 +187,8 @@ static enum sits_status head(struct backend_program *p, const struct cuda_step *
 /* One GEMM of the fast path; the caller sets output, y, ld, next, gain. */
 static struct k_w4a16 fast_gemm(const struct cuda_weight *w, int32_t n_tokens, const void *x)
 {
-  return (struct k_w4a16){.weight = w->data, .format = w->format, .rows = w->rows, .cols = w->cols, .n_tokens = n_tokens, .x = x, .bias = w->bias};
+  return (struct k_w4a16){
+      .weight = w->data, .format = w->format, .rows = w->rows, .cols = w->cols, .n_tokens = n_tokens, .x = x, .bias = w->bias};
 }
 
 static void with_norm(struct k_w4a16 *a, const struct backend_program *p, int32_t i)
@@ -152,12 +207,16 @@ static void with_residual(struct k_w4a16 *a, const struct backend_program *p, in
 
 static enum sits_status run_fast(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
 {
-  const int32_t n = step->n_tokens, m = k_w4a16_tokens(n), i = m == 1 ? 0 : m == 8 ? 1 : 2, n_layers = p->program->dims.n_layers, n_sm = p->backend->n_sm;
+  const int32_t n = step->n_tokens, m = k_w4a16_tokens(n),
+                i = m == 1   ? 0
+                    : m == 8 ? 1
+                             : 2,
+                n_layers = p->program->dims.n_layers, n_sm = p->backend->n_sm;
   TRY(embed(p, step, i, m, at));
   for (int32_t l = 0; l < n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];
-    struct k_w4a16 qkv = fast_gemm(layer->qkv, n, p->frag_e[i]), o = fast_gemm(layer->o, n, p->frag_a[i]), gate_up = fast_gemm(layer->gate_up, n, p->frag_e[i]),
-                   down = fast_gemm(layer->down, n, p->frag_f[i]);
+    struct k_w4a16 qkv = fast_gemm(layer->qkv, n, p->frag_e[i]), o = fast_gemm(layer->o, n, p->frag_a[i]),
+                   gate_up = fast_gemm(layer->gate_up, n, p->frag_e[i]), down = fast_gemm(layer->down, n, p->frag_f[i]);
     with_norm(&qkv, p, i);
     qkv.output = K_OUT_F16, qkv.y = p->qkv, qkv.ld = layer->qkv->rows;
     with_residual(&o, p, i, layer->ffn_gain);
@@ -179,10 +238,12 @@ static enum sits_status run_fast(struct backend_program *p, struct backend_kv *k
   return SITS_OK;
 }
 
-static enum sits_status norm(struct backend_program *p, const struct cuda_step *step, int32_t n_slabs, const float *gain, const struct k_act *x, struct k_stream at)
+static enum sits_status norm(struct backend_program *p, const struct cuda_step *step, int32_t n_slabs, const float *gain,
+                             const struct k_act *x, struct k_stream at)
 {
   const struct program_dims *d = &p->program->dims;
-  const struct k_norm a = {p->h, p->slabs, n_slabs, (int64_t)step->n_tokens * d->n_embd, gain, d->rms_eps, step->n_tokens, d->n_embd, NULL, *x};
+  const struct k_norm a = {p->h,      p->slabs, n_slabs, (int64_t)step->n_tokens * d->n_embd, gain, d->rms_eps, step->n_tokens,
+                           d->n_embd, NULL,     *x};
   LAUNCH(sits_k_norm(&a, at));
   return SITS_OK;
 }
@@ -202,7 +263,8 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
     TRY(cuda_gemm(p, layer->qkv, n, &x, is_split ? CUDA_GEMM_SLABS : CUDA_GEMM_F16, p->qkv, &n_slabs, NULL, at));
     TRY(attention(p, kv, step, l, is_split ? n_slabs : 0, 0, NULL, at));
     x = cuda_gemm_form(p, layer->o, n);
-    if (x.form == K_ACT_ROW_F16 && heads % K_GROUP == 0) x.data = p->attn;
+    if (x.form == K_ACT_ROW_F16 && heads % K_GROUP == 0)
+      x.data = p->attn;
     else {
       const struct k_convert convert = {K_SRC_F16, p->attn, heads, n, heads, x};
       LAUNCH(sits_k_convert(&convert, at));
@@ -222,8 +284,10 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
 
 enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
 {
-  if (p->is_fast && step->n_tokens <= CUDA_FAST_TOKENS) TRY(run_fast(p, kv, step, at));
-  else TRY(run_general(p, kv, step, at));
+  if (p->is_fast && step->n_tokens <= CUDA_FAST_TOKENS)
+    TRY(run_fast(p, kv, step, at));
+  else
+    TRY(run_general(p, kv, step, at));
   if (!step->is_sampled || step->n_rows == 0) return SITS_OK;
   const struct k_sample sample = {p->logits, step->n_rows, p->program->dims.n_vocab, p->head->rows, p->sample_rows, p->sampled, NULL};
   LAUNCH(sits_k_sample(&sample, at));

@@ -24,7 +24,8 @@
 static bool is_four_bit(const struct sits_utd *utd)
 {
   switch (utd->dtype) {
-  case SITS_DTYPE_Q4_0: case SITS_DTYPE_Q4_1: return true;
+  case SITS_DTYPE_Q4_0:
+  case SITS_DTYPE_Q4_1: return true;
   case SITS_DTYPE_Q4_K: return utd->dims[1] % 256 == 0;
   case SITS_DTYPE_I4: return utd->data == NULL;
   default: return false;
@@ -122,7 +123,8 @@ static void pack_row_w4(const struct cuda_weight *w, uint8_t *tile, int32_t r, c
   uint8_t codes[32];
   float scale, minimum;
   for (int32_t g = 0; g < w->cols / 32; g++) {
-    uint8_t *unit = tile + (size_t)(g / 4) * K_W4_G32M_UNIT, *scales = unit + K_W4_NIBBLE_BYTES + (g % 4) * 64 + (r & 7) * 8 + (r >> 3) * 4;
+    uint8_t *unit = tile + (size_t)(g / 4) * K_W4_G32M_UNIT,
+            *scales = unit + K_W4_NIBBLE_BYTES + (g % 4) * 64 + (r & 7) * 8 + (r >> 3) * 4;
     read_group(utd, row, g, codes, &scale, &minimum);
     put_half(scales, scale);
     put_half(scales + 2, minimum);
@@ -152,7 +154,12 @@ static void pack_row_f16(const struct cuda_weight *w, uint16_t *out, const struc
   }
 }
 
-struct pack_job { const struct cuda_weight *w; uint8_t *out; _Atomic int32_t next; _Atomic bool is_starved; };
+struct pack_job {
+  const struct cuda_weight *w;
+  uint8_t *out;
+  _Atomic int32_t next;
+  _Atomic bool is_starved;
+};
 
 static void *pack_worker(void *arg)
 {
@@ -169,8 +176,10 @@ static void *pack_worker(void *arg)
       const struct sits_utd *utd;
       int32_t at;
       if (t * 16 + r >= w->rows || !source_row(w, t * 16 + r, &utd, &at)) continue;
-      if (w->form == CUDA_W4) pack_row_w4(w, job->out + t * tile_bytes, r, utd, at);
-      else pack_row_f16(w, (uint16_t *)(job->out + t * tile_bytes) + (int64_t)r * k_blocks(w->cols) * K_GROUP, utd, at, scratch);
+      if (w->form == CUDA_W4)
+        pack_row_w4(w, job->out + t * tile_bytes, r, utd, at);
+      else
+        pack_row_f16(w, (uint16_t *)(job->out + t * tile_bytes) + (int64_t)r * k_blocks(w->cols) * K_GROUP, utd, at, scratch);
     }
   mem_free(scratch);
   return NULL;
@@ -207,7 +216,8 @@ static enum sits_status load_bias(struct backend *backend, const void *owner, st
   return status;
 }
 
-enum sits_status cuda_weight_load(struct backend *backend, const void *owner, struct cuda_weight *w, uint32_t seed, struct sits_error *err)
+enum sits_status cuda_weight_load(struct backend *backend, const void *owner, struct cuda_weight *w, uint32_t seed,
+                                  struct sits_error *err)
 {
   const size_t bytes = (size_t)cuda_weight_bytes(w);
   w->data = cuda_memory_alloc(backend, owner, bytes);
@@ -216,7 +226,8 @@ enum sits_status cuda_weight_load(struct backend *backend, const void *owner, st
     w->channel = cuda_memory_alloc(backend, owner, (size_t)k_row_tiles(w->rows) * 16 * sizeof *w->channel);
     if (w->channel == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of device memory");
     /* Nibbles are uniform in -8..7 (mean square 21.5), multipliers 1 or 2 (2.5), channels 1..1.5 (1.6): rows of about unit norm. */
-    const struct k_fill_w4 fill = {w->data, w->format, w->rows, w->cols, 1.f / sqrtf(21.5f * 2.5f * 1.6f * (float)w->cols), seed, w->channel};
+    const struct k_fill_w4 fill = {w->data, w->format, w->rows, w->cols, 1.f / sqrtf(21.5f * 2.5f * 1.6f * (float)w->cols),
+                                   seed,    w->channel};
     return CUDA_CALL(backend, sits_k_fill_w4(&fill, (struct k_stream){(struct CUstream_st *)backend->stream, false}));
   }
   uint8_t *host = mem_calloc(1, bytes);
@@ -228,7 +239,8 @@ enum sits_status cuda_weight_load(struct backend *backend, const void *owner, st
   return load_bias(backend, owner, w, err);
 }
 
-enum sits_status cuda_vector_load(struct backend *backend, const void *owner, const struct sits_utd *utd, float **out, struct sits_error *err)
+enum sits_status cuda_vector_load(struct backend *backend, const void *owner, const struct sits_utd *utd, float **out,
+                                  struct sits_error *err)
 {
   *out = NULL;
   if (utd == NULL) return SITS_OK;
@@ -238,7 +250,8 @@ enum sits_status cuda_vector_load(struct backend *backend, const void *owner, co
     mem_free(host);
     return sits_fail(err, SITS_NOMEM, "cuda: %s: out of memory", utd->name);
   }
-  if (utd->data != NULL) dequant_row(utd->dtype, utd->data, n, host);
+  if (utd->data != NULL)
+    dequant_row(utd->dtype, utd->data, n, host);
   else
     for (int64_t i = 0; i < n; i++) host[i] = 1.f;
   const enum sits_status status = CUDA_CALL(backend, cudaMemcpy(device, host, (size_t)n * sizeof *host, cudaMemcpyHostToDevice));

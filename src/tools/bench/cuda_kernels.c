@@ -1,8 +1,8 @@
 /* sits2026-bench kernels: every CUDA kernel at the shapes of a Llama-3-8B step, against the memory rate measured in the same run.
  *
- * A figure is the median over graph replays of a chain of the kernel over distinct weights or pages (nothing stays in the L2 that would not in
- * a real step), divided by the chain's length; "serial" is plain stream order, "pdl" joins launches by programmatic edges. Bytes are those the
- * kernel must move; percent is bytes over time against the rate of a plain streaming read.
+ * A figure is the median over graph replays of a chain of the kernel over distinct weights or pages (nothing stays in the L2 that would
+ * not in a real step), divided by the chain's length; "serial" is plain stream order, "pdl" joins launches by programmatic edges. Bytes
+ * are those the kernel must move; percent is bytes over time against the rate of a plain streaming read.
  */
 #include "tools/bench/bench.h"
 
@@ -20,7 +20,7 @@ enum { LAYERS = 32, E = 4096, F = 14336, H = 32, G = 8, D = 128, V = 128256, REP
 struct lab {
   cudaStream_t stream;
   int32_t n_sm;
-  int failed;                      /* first CUDA error */
+  int failed; /* first CUDA error */
   double read_tb_s;
   uint8_t *weights, *kv;
   void *weight[LAYERS][4], *head;
@@ -31,7 +31,7 @@ struct lab {
   json_t *rows;
 };
 
-static const int32_t rows_of[4] = {(H + 2 * G) * D, E, 2 * F, E}, cols_of[4] = {E, H * D, E, F};
+static const int32_t rows_of[4] = {(H + 2 * G) * D, E, 2 * F, E}, cols_of[4] = {E, H *D, E, F};
 static const char *const name_of[4] = {"qkv", "o", "gate_up", "down"};
 
 static void check(struct lab *lab, int e, const char *what)
@@ -122,21 +122,34 @@ static void report(struct lab *lab, const char *name, body_fn body, const void *
   const double serial = median_us(lab, body, arg, false) / links, pdl = median_us(lab, body, arg, true) / links;
   if (lab->failed) return;
   const double floor_us = bytes / lab->read_tb_s / 1e6, percent = pdl > 0 ? 100 * floor_us / pdl : 0;
-  fprintf(stderr, "%-34s serial %9.2f us  pdl %9.2f us  %8.2f MB  %5.1f %% of read rate  %7.1f TOPS\n", name, serial, pdl, bytes / 1e6, percent, operations / pdl / 1e6);
-  json_array_append_new(lab->rows, json_pack("{s:s, s:f, s:f, s:f, s:f, s:f}", "kernel", name, "serial_us", serial, "pdl_us", pdl, "bytes", bytes, "percent_of_read", percent,
-                                             "tops", operations / pdl / 1e6));
+  fprintf(stderr, "%-34s serial %9.2f us  pdl %9.2f us  %8.2f MB  %5.1f %% of read rate  %7.1f TOPS\n", name, serial, pdl, bytes / 1e6,
+          percent, operations / pdl / 1e6);
+  json_array_append_new(lab->rows, json_pack("{s:s, s:f, s:f, s:f, s:f, s:f}", "kernel", name, "serial_us", serial, "pdl_us", pdl,
+                                             "bytes", bytes, "percent_of_read", percent, "tops", operations / pdl / 1e6));
 }
 
 /* ---- few tokens ---- */
 
-struct decode_arg { int32_t n_tokens, which; bool has_attention; int32_t context; }; /* which: 0..3 one GEMM, 4 head, 5 the chain */
+struct decode_arg {
+  int32_t n_tokens, which;
+  bool has_attention;
+  int32_t context;
+}; /* which: 0..3 one GEMM, 4 head, 5 the chain */
 
 static struct k_stream at_of(const struct lab *lab, bool pdl) { return (struct k_stream){(struct CUstream_st *)lab->stream, pdl}; }
 
 static void launch_w4a16(struct lab *lab, int layer, int which, int32_t n, bool pdl)
 {
-  struct k_w4a16 a = {.weight = which == 4 ? lab->head : lab->weight[layer][which], .rows = which == 4 ? V : rows_of[which], .cols = which == 4 ? E : cols_of[which], .n_tokens = n,
-                      .x = lab->frag[which == 3 ? 2 : which == 1 ? 1 : 0], .x_width = E, .eps = 1e-5f, .x_n_ssq = E / 32};
+  struct k_w4a16 a = {.weight = which == 4 ? lab->head : lab->weight[layer][which],
+                      .rows = which == 4 ? V : rows_of[which],
+                      .cols = which == 4 ? E : cols_of[which],
+                      .n_tokens = n,
+                      .x = lab->frag[which == 3   ? 2
+                                     : which == 1 ? 1
+                                                  : 0],
+                      .x_width = E,
+                      .eps = 1e-5f,
+                      .x_n_ssq = E / 32};
   if (which == 0 || which == 2 || which == 4) a.x_ssq = lab->ssq;
   a.output = which == 0 ? K_OUT_F16 : which == 4 ? K_OUT_F32 : which == 2 ? K_OUT_SWIGLU : K_OUT_RESIDUAL;
   a.y = which == 0 ? lab->wide : which == 4 ? (void *)lab->f32 : (void *)lab->h;
@@ -146,24 +159,58 @@ static void launch_w4a16(struct lab *lab, int layer, int which, int32_t n, bool 
   check(lab, sits_k_w4a16(&a, lab->n_sm, at_of(lab, pdl)), "w4a16");
 }
 
-static void launch_attention(struct lab *lab, int layer, int32_t n_seqs, int32_t frag_m, bool pdl)
+static void launch_attention(struct lab *lab, int layer, int32_t n_seqs, int32_t context, int32_t frag_m, bool pdl)
 {
+  const bool is_long = (int64_t)n_seqs * context > 16384;
   const int64_t tile = k_kv_tile_bytes(K_KV_INT4, D);
-  const struct k_attn_decode a = {.kv = {.pool = lab->kv, .page_bytes = tile * G * LAYERS, .codec = K_KV_INT4, .layer = layer, .n_heads = H, .n_kv_heads = G, .head_dim = D,
-                                         .n_tokens = n_seqs, .n_seqs = n_seqs, .seq_start = lab->ints, .kv_len = lab->ints + 512, .positions = lab->ints + 1024,
-                                         .token_seq = lab->ints + 1536, .block_table = lab->table, .table_stride = lab->table_stride},
-                                  .rope = {lab->gain, 1.f, D, false}, .q = n_seqs > 8 ? lab->act : NULL, .qkv = lab->wide, .eps = 1e-5f,   .out = frag_m ? lab->frag[1] : lab->wide, .frag_m = frag_m,
-                                  .workspace = lab->workspace, .counters = lab->counters};
+  const struct k_attn_decode a = {.kv = {.pool = lab->kv,
+                                         .page_bytes = tile * G * LAYERS,
+                                         .codec = K_KV_INT4,
+                                         .layer = layer,
+                                         .n_heads = H,
+                                         .n_kv_heads = G,
+                                         .head_dim = D,
+                                         .n_tokens = n_seqs,
+                                         .n_seqs = n_seqs,
+                                         .seq_start = lab->ints,
+                                         .kv_len = lab->ints + 512,
+                                         .positions = lab->ints + 1024,
+                                         .token_seq = lab->ints + 1536,
+                                         .block_table = lab->table,
+                                         .table_stride = lab->table_stride},
+                                  .rope = {lab->gain, 1.f, D, false},
+                                  .q = n_seqs > 8 || is_long ? lab->act : NULL,
+                                  .qkv = lab->wide,
+                                  .eps = 1e-5f,
+                                  .out = frag_m ? lab->frag[1] : lab->wide,
+                                  .frag_m = frag_m,
+                                  .workspace = lab->workspace,
+                                  .counters = lab->counters};
   check(lab, sits_k_attn_decode(&a, lab->n_sm, at_of(lab, pdl)), "attention");
 }
 
 static void launch_append(struct lab *lab, int layer, int32_t n_seqs, bool pdl)
 {
   const int64_t tile = k_kv_tile_bytes(K_KV_INT4, D);
-  const struct k_rope_append a = {.kv = {.pool = lab->kv, .page_bytes = tile * G * LAYERS, .codec = K_KV_INT4, .layer = layer, .n_heads = H, .n_kv_heads = G, .head_dim = D,
-                                         .n_tokens = n_seqs, .n_seqs = n_seqs, .seq_start = lab->ints, .kv_len = lab->ints + 512, .positions = lab->ints + 1024,
-                                         .token_seq = lab->ints + 1536, .block_table = lab->table, .table_stride = lab->table_stride},
-                                  .rope = {lab->gain, 1.f, D, false}, .qkv = lab->wide, .eps = 1e-5f, .q = lab->act};
+  const struct k_rope_append a = {.kv = {.pool = lab->kv,
+                                         .page_bytes = tile * G * LAYERS,
+                                         .codec = K_KV_INT4,
+                                         .layer = layer,
+                                         .n_heads = H,
+                                         .n_kv_heads = G,
+                                         .head_dim = D,
+                                         .n_tokens = n_seqs,
+                                         .n_seqs = n_seqs,
+                                         .seq_start = lab->ints,
+                                         .kv_len = lab->ints + 512,
+                                         .positions = lab->ints + 1024,
+                                         .token_seq = lab->ints + 1536,
+                                         .block_table = lab->table,
+                                         .table_stride = lab->table_stride},
+                                  .rope = {lab->gain, 1.f, D, false},
+                                  .qkv = lab->wide,
+                                  .eps = 1e-5f,
+                                  .q = lab->act};
   check(lab, sits_k_rope_append(&a, at_of(lab, pdl)), "append");
 }
 
@@ -179,7 +226,8 @@ static void decode_body(struct lab *lab, const void *arg, bool pdl)
       if (a->which != 5 && a->which != i) continue;
       launch_w4a16(lab, l, i, a->n_tokens, pdl);
       if (a->which == 5 && i == 0 && a->has_attention && a->n_tokens > 8) launch_append(lab, l, a->n_tokens, pdl);
-      if (a->which == 5 && i == 0 && a->has_attention) launch_attention(lab, l, a->n_tokens, k_w4a16_tokens(a->n_tokens), pdl);
+      if (a->which == 5 && i == 0 && a->has_attention)
+        launch_attention(lab, l, a->n_tokens, a->context, k_w4a16_tokens(a->n_tokens), pdl);
     }
   if (a->which == 5) launch_w4a16(lab, 0, 4, a->n_tokens, pdl);
 }
@@ -188,7 +236,8 @@ static void decode_body(struct lab *lab, const void *arg, bool pdl)
 static void set_batch(struct lab *lab, int32_t n, int32_t context)
 {
   static int32_t host[2048], table[MOST_TOKENS * 1024];
-  const int32_t pages = (context + 63) / 64, total = (int32_t)(((int64_t)KV_GIB << 30) / ((int64_t)k_kv_tile_bytes(K_KV_INT4, D) * G * LAYERS));
+  const int32_t pages = (context + 63) / 64,
+                total = (int32_t)(((int64_t)KV_GIB << 30) / ((int64_t)k_kv_tile_bytes(K_KV_INT4, D) * G * LAYERS));
   for (int32_t s = 0; s < n; s++) {
     host[s] = s, host[512 + s] = context, host[1024 + s] = context - 1, host[1536 + s] = s;
     for (int32_t i = 0; i < pages; i++) table[s * 1024 + i] = (int32_t)(((int64_t)(s * pages + i) * 7919) % total);
@@ -227,13 +276,14 @@ static void attention_body(struct lab *lab, const void *arg, bool pdl)
   const struct decode_arg *a = arg;
   for (int l = 0; l < LAYERS; l++) {
     if (a->which == 1) launch_append(lab, l, a->n_tokens, pdl);
-    launch_attention(lab, l, a->n_tokens, 0, pdl);
+    launch_attention(lab, l, a->n_tokens, a->context, 0, pdl);
   }
 }
 
 static void attention(struct lab *lab)
 {
-  static const int32_t cases[][2] = {{1, 1024}, {8, 1024}, {32, 1024}, {64, 1024}, {128, 1024}, {1, 2048}, {32, 2048}, {64, 2048}, {4, 4096}, {4, 8192}, {4, 16384}, {4, 32768}};
+  static const int32_t cases[][2] = {{1, 1024},  {8, 1024},  {32, 1024}, {64, 1024}, {128, 1024}, {1, 2048},
+                                     {32, 2048}, {64, 2048}, {4, 4096},  {4, 8192},  {4, 16384},  {4, 32768}};
   char name[64];
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     const struct decode_arg arg = {cases[i][0], 0, true, cases[i][1]};
@@ -243,7 +293,8 @@ static void attention(struct lab *lab)
       const struct decode_arg both = {cases[i][0], 1, true, cases[i][1]};
       report(lab, "  rotation and append, then", attention_body, &both, LAYERS, (double)cases[i][0] * cases[i][1] * 1152, 0);
     }
-    report(lab, name, attention_body, &arg, LAYERS, (double)cases[i][0] * cases[i][1] * 1152, (double)cases[i][0] * cases[i][1] * H * D * 4);
+    report(lab, name, attention_body, &arg, LAYERS, (double)cases[i][0] * cases[i][1] * 1152,
+           (double)cases[i][0] * cases[i][1] * H * D * 4);
   }
 }
 
@@ -254,9 +305,17 @@ static void w4a8_body(struct lab *lab, const void *arg, bool pdl)
   const struct decode_arg *a = arg;
   for (int l = 0; l < LAYERS; l++) {
     const int i = a->which;
-    const struct k_w4a8 g = {.weight = lab->weight[l][i], .channel = lab->channel, .rows = rows_of[i], .cols = cols_of[i], .n_tokens = a->n_tokens, .x = lab->act,
-                             .x_scale = lab->act_scale, .output = i == 2 ? K_W4A8_SWIGLU : K_W4A8_SLAB_F32, .y = i == 2 ? lab->wide : (void *)lab->f32,
-                             .ld = i == 2 ? F : rows_of[i], .slab_stride = (int64_t)a->n_tokens * rows_of[i]};
+    const struct k_w4a8 g = {.weight = lab->weight[l][i],
+                             .channel = lab->channel,
+                             .rows = rows_of[i],
+                             .cols = cols_of[i],
+                             .n_tokens = a->n_tokens,
+                             .x = lab->act,
+                             .x_scale = lab->act_scale,
+                             .output = i == 2 ? K_W4A8_SWIGLU : K_W4A8_SLAB_F32,
+                             .y = i == 2 ? lab->wide : (void *)lab->f32,
+                             .ld = i == 2 ? F : rows_of[i],
+                             .slab_stride = (int64_t)a->n_tokens * rows_of[i]};
     check(lab, sits_k_w4a8(&g, lab->n_sm, at_of(lab, pdl)), "w4a8");
   }
 }
@@ -264,11 +323,18 @@ static void w4a8_body(struct lab *lab, const void *arg, bool pdl)
 static void norm_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
-  const struct k_norm norm = {lab->h, lab->f32, 4, (int64_t)a->n_tokens * E, lab->gain, 1e-5f, a->n_tokens, E, NULL, {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens)}};
-  const struct k_convert convert = {K_SRC_F16, lab->wide, F, a->n_tokens, F, {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens)}};
+  const struct k_norm norm = {lab->h,      lab->f32,
+                              4,           (int64_t)a->n_tokens * E,
+                              lab->gain,   1e-5f,
+                              a->n_tokens, E,
+                              NULL,        {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens)}};
+  const struct k_convert convert = {K_SRC_F16,   lab->wide, F,
+                                    a->n_tokens, F,         {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens)}};
   for (int l = 0; l < LAYERS; l++)
-    if (a->which == 0) check(lab, sits_k_norm(&norm, at_of(lab, pdl)), "norm");
-    else check(lab, sits_k_convert(&convert, at_of(lab, pdl)), "convert");
+    if (a->which == 0)
+      check(lab, sits_k_norm(&norm, at_of(lab, pdl)), "norm");
+    else
+      check(lab, sits_k_convert(&convert, at_of(lab, pdl)), "convert");
 }
 
 static void sample_body(struct lab *lab, const void *arg, bool pdl)

@@ -24,8 +24,8 @@ static const struct option_spec specs[] = {
     {"model", OPTION_STRING, AT(model), "", 0, 0, "", 0, NULL, "Options", "Model file or directory."},
     {"device", OPTION_ENUM, AT(device), "auto", 0, 0, "", 0, "auto|cpu|cuda", "Options", "Backend."},
     {"isa", OPTION_ENUM, AT(isa), "auto", 0, 0, "", 0, "auto|scalar|avx2|avx512", "Options", "CPU instruction set."},
-    {"recipe", OPTION_ENUM, AT(recipe), "auto", 0, 0, "", 0, "auto|w4a16|w4a8", "Options", "Activations beside 4-bit weights (CUDA)."},
-    {"sample", OPTION_BOOL, AT(sample), "false", 0, 0, "", 0, NULL, "Options", "Draw tokens on the device (greedy) instead of fetching logits."},
+    {"recipe", OPTION_ENUM, AT(recipe), "auto", 0, 0, "", 0, "auto|w4a16|w4a8", "Options", "Activations beside 4-bit weights."},
+    {"sample", OPTION_BOOL, AT(sample), "false", 0, 0, "", 0, NULL, "Options", "Draw tokens on the device, greedy."},
     {"no-graphs", OPTION_BOOL, AT(no_graphs), "false", 0, 0, "", 0, NULL, "Options", "Launch kernels one by one (CUDA)."},
     {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4", "Options", "Cache codec."},
@@ -181,7 +181,8 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   int64_t most_tokens = options->max_batch_tokens > most_seqs ? options->max_batch_tokens : most_seqs;
   struct runner_options open = {
       .model_path = options->model, .device = options->device, .kv_codec = options->kv_cache_dtype, .unfused = options->unfused,
-      .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .recipe = options->recipe, .no_graphs = options->no_graphs, .max_batch_tokens = (int32_t)most_tokens,
+      .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .recipe = options->recipe,
+          .no_graphs = options->no_graphs, .max_batch_tokens = (int32_t)most_tokens,
                   .max_seqs = (int32_t)most_seqs}};
   int status = 1;
   if (runner_open(&runner, &open, &err) || runner_kv_create(&runner, (int32_t)most_seqs * pages_per_seq, &err)) {
@@ -191,7 +192,8 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   struct backend_info info;
   runner.vtable->info(runner.backend, &info);
   fprintf(stderr, "%s on %s, cache %s\n", options->model, info.name, kv_codec_name(runner.codec));
-  if (!times || !steps_init(&steps, &runner, most_tokens, most_seqs, pages_per_seq, options->sample && runner.vtable->can_sample)) goto done;
+  if (!times || !steps_init(&steps, &runner, most_tokens, most_seqs, pages_per_seq,
+      options->sample && runner.vtable->can_sample)) goto done;
   for (int i = 0; i < n_prompts; i++)
     if (json_array_append_new(prefill, measure_prefill(&steps, options, (int32_t)prompts[i]))) goto done;
   for (int i = 0; i < n_batches; i++)
@@ -220,7 +222,8 @@ int bench_throughput(int argc, char **argv)
                    &status))
     return status;
   int64_t prompts[MOST_SIZES], batches[MOST_SIZES];
-  int n_prompts = bench_parse_list(options.prefill, prompts, MOST_SIZES), n_batches = bench_parse_list(options.batch, batches, MOST_SIZES);
+  int n_prompts = bench_parse_list(options.prefill, prompts, MOST_SIZES), n_batches = bench_parse_list(options.batch, batches,
+      MOST_SIZES);
   if (!options.model || (options.prefill && !n_prompts) || (options.batch && !n_batches)) {
     fprintf(stderr, "sits2026-bench throughput: needs --model, and lists such as --batch 1,8 of at most %d sizes\n", MOST_SIZES);
     status = 2;
