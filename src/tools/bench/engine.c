@@ -1,0 +1,333 @@
+/* sits2026-bench engine: what the engine does with a real model, in process, without a server.
+ *
+ *   --scenario stall        four streams decode, a long prompt arrives: inter-token P99 and the prompt's reading time, for several targets
+ *   --scenario speculation  one stream over texts that repeat themselves, with and without prompt lookup: speed, and that answers are equal
+ *   --scenario prefix       chats with a common beginning: time to the first token of the first and of the later ones
+ *
+ * Times are those that the engine writes into its events. Entry point: bench_engine. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mem.h"
+#include "engine/instance.h"
+#include "text/tokenizer.h"
+#include "tools/bench/bench.h"
+
+enum { STREAMS = 4, MOST_GAPS = 200000, WARM_TOKENS = 40 };
+
+struct engine_bench_options {
+  const char *model, *device, *scenario, *text, *kv_cache_dtype, *json;
+  int64_t threads, prompt, chats, draft, texts, output;
+};
+
+#define AT(field) offsetof(struct engine_bench_options, field)
+static const struct option_spec specs[] = {
+    {"model", OPTION_STRING, AT(model), "", 0, 0, "", 0, NULL, "Options", "Model file or directory."},
+    {"device", OPTION_ENUM, AT(device), "auto", 0, 0, "", 0, "auto|cpu|cuda", "Options", "Backend."},
+    {"scenario", OPTION_ENUM, AT(scenario), "stall", 0, 0, "", 0, "stall|speculation|prefix", "Options", "What is measured."},
+    {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
+    {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4", "Options", "Cache codec."},
+    {"prompt", OPTION_INT, AT(prompt), "2000", 16, 1e6, "tokens", 0, NULL, "stall, prefix", "Long prompt, or common part."},
+    {"chats", OPTION_INT, AT(chats), "64", 2, 1e4, "chats", 0, NULL, "prefix", "Requests with the common beginning."},
+    {"text", OPTION_STRING, AT(text), "", 0, 0, "", 0, NULL, "speculation", "File whose passages are repeated."},
+    {"texts", OPTION_INT, AT(texts), "10", 1, 1000, "passages", 0, NULL, "speculation", "Passages."},
+    {"output", OPTION_INT, AT(output), "96", 1, 1e5, "tokens", 0, NULL, "speculation", "Tokens per answer."},
+    {"draft", OPTION_INT, AT(draft), "8", 1, 64, "tokens", 0, NULL, "speculation", "Longest draft."},
+    {"json", OPTION_STRING, AT(json), "", 0, 0, "", 0, NULL, "Options", "File for the result; default stdout."},
+};
+
+struct run {
+  struct instance *instance;
+  struct sits_engine *engine;
+  const struct engine_bench_options *options;
+};
+
+static bool open_run(struct run *run, const struct engine_bench_options *o, struct instance_options more)
+{
+  struct sits_error err = {0};
+  more.model_path = o->model;
+  more.device = o->device;
+  more.n_threads = (int32_t)o->threads;
+  more.kv_codec = o->kv_cache_dtype;
+  more.kv_cache_bytes = more.kv_cache_bytes ? more.kv_cache_bytes : (uint64_t)1 << 30;
+  run->options = o;
+  run->instance = NULL;
+  enum sits_status status = instance_open(&more, &run->instance, &err);
+  if (status == SITS_OK) status = instance_start(run->instance, &err);
+  if (status != SITS_OK) {
+    fprintf(stderr, "sits2026-bench engine: %s\n", err.text);
+    instance_close(run->instance);
+    return false;
+  }
+  run->engine = instance_engine(run->instance);
+  return true;
+}
+
+static struct sits_request *submit(struct run *run, const int32_t *prompt, int64_t n, int32_t max_tokens)
+{
+  struct sits_request_params p = {.prompt = prompt, .n_prompt = (int32_t)n, .n_choices = 1,
+                                  .service_class = SITS_CLASS_NORMAL, .id = "bench"};
+  p.sampling = (struct sits_sampling){.top_p = 1, .repetition_penalty = 1, .max_tokens = max_tokens, .ignore_eos = true,
+                                      .n_top_logprobs = -1, .n_prompt_logprobs = -1};
+  struct sits_request *request = NULL;
+  struct sits_error err = {0};
+  if (sits_engine_submit(run->engine, &p, &request, &err) != SITS_OK) fprintf(stderr, "sits2026-bench engine: %s\n", err.text);
+  return request;
+}
+
+static void nap(void)
+{
+  nanosleep(&(struct timespec){.tv_nsec = 300000}, NULL);
+}
+
+static void random_prompt(int32_t *tokens, int64_t n, int32_t n_vocab, uint32_t seed)
+{
+  for (int64_t i = 0; i < n; i++) {
+    seed = seed * 1664525u + 1013904223u;
+    tokens[i] = (int32_t)((seed >> 8) % (uint32_t)(n_vocab - 300)) + 256;
+  }
+}
+
+/* A stream's tokens as they come: gaps after the first are stored. */
+struct stream { struct sits_request *request; int64_t last_us, n; bool is_done; };
+
+static void take(struct stream *s, double *gaps, int64_t *n_gaps)
+{
+  struct sits_event e;
+  while (sits_request_poll(s->request, &e) == SITS_OK) {
+    if (e.kind == SITS_EVENT_FINISH) s->is_done = true;
+    if (e.kind != SITS_EVENT_TOKEN) continue;
+    if (s->n++ > 0 && *n_gaps < MOST_GAPS) gaps[(*n_gaps)++] = (double)(e.emitted_us - s->last_us) * 1e-3;
+    s->last_us = e.emitted_us;
+  }
+}
+
+/* One stall case: how long the prompt took (ms), how long the gaps of the others were meanwhile and before. */
+struct stall { double alone_ms, took_ms, quiet_p99_ms, quiet_p50_ms, p50_ms, p99_ms, worst_ms; int64_t n_gaps; };
+
+static bool measure_stall(const struct engine_bench_options *o, double itl_target_ms, bool is_whole, struct stall *out)
+{
+  static double gaps[MOST_GAPS];
+  struct run run;
+  struct instance_options more = {.max_num_seqs = 8, .itl_target_us = (int64_t)(itl_target_ms * 1000), .chunked_prefill_off = is_whole,
+                                  .max_num_batched_tokens = is_whole ? (int32_t)o->prompt : 512};
+  struct stream streams[STREAMS] = {{0}}, longer = {0};
+  int64_t n_gaps = 0, n_ignored = 0;
+  if (!open_run(&run, o, more)) return false;
+  struct instance_info info;
+  instance_info(run.instance, &info);
+  int32_t n_vocab = instance_model(run.instance)->config.n_vocab, *prompt = mem_calloc((size_t)o->prompt, sizeof *prompt);
+  if (!prompt) return false;
+  random_prompt(prompt, o->prompt, n_vocab, 7);
+  int64_t started_us = clock_monotonic_us();
+  struct sits_request *alone = submit(&run, prompt, o->prompt, 1);
+  for (struct stream s = {.request = alone}; alone && !s.is_done; nap()) take(&s, gaps, &n_ignored);
+  out->alone_ms = (double)(clock_monotonic_us() - started_us) * 1e-3;
+  sits_request_release(alone);
+  for (int i = 0; i < STREAMS; i++) {
+    random_prompt(prompt, 64, n_vocab, 100 + (uint32_t)i);
+    streams[i].request = submit(&run, prompt, 64, info.max_model_len - 64);
+  }
+  for (int i = 0; i < STREAMS;) {
+    for (int k = 0; k < STREAMS; k++) take(&streams[k], gaps, streams[k].n < WARM_TOKENS / 2 ? &n_ignored : &n_gaps);
+    if (streams[i].n >= 2 * WARM_TOKENS) i++;
+    else nap();
+  }
+  out->quiet_p50_ms = bench_percentile(gaps, n_gaps, 50);
+  out->quiet_p99_ms = bench_percentile(gaps, n_gaps, 99);
+  n_gaps = 0;
+  random_prompt(prompt, o->prompt, n_vocab, 8);
+  started_us = clock_monotonic_us();
+  longer.request = submit(&run, prompt, o->prompt, 1);
+  while (!longer.is_done) {
+    take(&longer, gaps, &n_ignored);
+    for (int k = 0; k < STREAMS; k++) take(&streams[k], gaps, &n_gaps);
+    nap();
+  }
+  out->took_ms = (double)(longer.last_us - started_us) * 1e-3;
+  out->n_gaps = n_gaps;
+  out->p50_ms = bench_percentile(gaps, n_gaps, 50);
+  out->p99_ms = bench_percentile(gaps, n_gaps, 99);
+  out->worst_ms = bench_percentile(gaps, n_gaps, 100);
+  for (int k = 0; k < STREAMS; k++) sits_request_release(streams[k].request);
+  sits_request_release(longer.request);
+  instance_close(run.instance);
+  mem_free(prompt);
+  return true;
+}
+
+static json_t *stall_row(const char *name, double target_ms, const struct stall *s)
+{
+  double steps = (double)s->n_gaps / STREAMS, decode_ms = steps * s->quiet_p50_ms;
+  json_t *row = json_pack("{s:s, s:f, s:f, s:f}", "case", name, "itl_target_ms", target_ms, "alone_ms", s->alone_ms,
+                          "took_ms", s->took_ms);
+  json_object_set_new(row, "itl_p50_ms", json_real(s->p50_ms));
+  json_object_set_new(row, "itl_p99_ms", json_real(s->p99_ms));
+  json_object_set_new(row, "itl_worst_ms", json_real(s->worst_ms));
+  json_object_set_new(row, "quiet_p99_ms", json_real(s->quiet_p99_ms));
+  json_object_set_new(row, "share_of_time_left", json_real(target_ms > 0 ? s->alone_ms / fmax(1, steps * target_ms - decode_ms) : 0));
+  fprintf(stderr, "%-10s target %7.2f ms: read in %8.1f ms (%.1f alone), inter-token p50 %.2f p99 %.2f worst %.2f ms (quiet p99 %.2f)\n",
+          name, target_ms, s->took_ms, s->alone_ms, s->p50_ms, s->p99_ms, s->worst_ms, s->quiet_p99_ms);
+  return row;
+}
+
+static bool run_stall(const struct engine_bench_options *o, json_t *rows)
+{
+  static const double factors[] = {1.5, 2, 3};
+  struct stall s;
+  if (!measure_stall(o, 0, true, &s)) return false;
+  json_array_append_new(rows, stall_row("whole", 0, &s));
+  double quiet = s.quiet_p99_ms;
+  for (int i = 0; i < 3; i++) {
+    if (!measure_stall(o, quiet * factors[i], false, &s)) return false;
+    json_array_append_new(rows, stall_row("alps", quiet * factors[i], &s));
+  }
+  return true;
+}
+
+static bool read_text(const char *path, char *text, size_t n_bytes)
+{
+  FILE *file = path ? fopen(path, "rb") : NULL;
+  size_t n = file ? fread(text, 1, n_bytes - 1, file) : 0;
+  if (file) fclose(file);
+  text[n] = '\0';
+  if (n == 0) fprintf(stderr, "sits2026-bench engine: speculation needs --text with a readable file\n");
+  return n > 0;
+}
+
+/* A passage and its beginning once more: what an edit or a quotation looks like to the model. */
+static int64_t passage(const struct token_list *text, int64_t index, int32_t *prompt)
+{
+  enum { LENGTH = 300, AGAIN = 24 };
+  int64_t at = index * LENGTH;
+  if (at + LENGTH > text->n) return 0;
+  memcpy(prompt, text->ids + at, LENGTH * sizeof *prompt);
+  memcpy(prompt + LENGTH, text->ids + at, AGAIN * sizeof *prompt);
+  return LENGTH + AGAIN;
+}
+
+static bool measure_speculation(const struct engine_bench_options *o, int32_t draft, const char *text, int32_t *answers,
+                                double *tokens_per_s, struct engine_stats *stats)
+{
+  struct run run;
+  struct tokenizer *tokenizer = NULL;
+  struct sits_error err = {0};
+  struct token_list ids = {0};
+  int32_t prompt[512];
+  if (!open_run(&run, o, (struct instance_options){.max_num_seqs = 16, .spec_max_tokens = draft})) return false;
+  enum sits_status status = tokenizer_load(instance_model(run.instance)->source, &tokenizer, &err);
+  if (status == SITS_OK) status = tokenizer_encode(tokenizer, text, strlen(text), 0, &ids);
+  int64_t n_tokens = 0, busy_us = 0;
+  for (int64_t i = 0; status == SITS_OK && i < o->texts; i++) {
+    int64_t n = passage(&ids, i, prompt);
+    struct sits_request *request = n > 0 ? submit(&run, prompt, n, (int32_t)o->output) : NULL;
+    if (!request) break;
+    struct sits_event e = {0};
+    int64_t first_us = 0, last_us = 0;
+    for (int64_t k = 0; e.kind != SITS_EVENT_FINISH;) {
+      if (sits_request_poll(request, &e) != SITS_OK) {
+        nap();
+        continue;
+      }
+      if (e.kind != SITS_EVENT_TOKEN) continue;
+      if (k == 0) first_us = e.emitted_us;
+      last_us = e.emitted_us;
+      answers[i * o->output + k++] = e.token;
+      n_tokens += k > 1;
+    }
+    busy_us += last_us - first_us;
+    sits_request_release(request);
+  }
+  engine_stats(run.engine, stats);
+  *tokens_per_s = busy_us > 0 ? (double)n_tokens / ((double)busy_us * 1e-6) : 0;
+  token_list_fini(&ids);
+  tokenizer_destroy(tokenizer);
+  instance_close(run.instance);
+  if (status != SITS_OK) fprintf(stderr, "sits2026-bench engine: %s\n", err.text);
+  return status == SITS_OK;
+}
+
+static bool run_speculation(const struct engine_bench_options *o, json_t *rows)
+{
+  static char text[200000];
+  struct engine_stats stats;
+  double with, without;
+  size_t n = (size_t)(o->texts * o->output);
+  if (!read_text(o->text, text, sizeof text)) return false;
+  int32_t *a = mem_calloc(n, sizeof *a), *b = mem_calloc(n, sizeof *b);
+  bool is_good = a && b && measure_speculation(o, 0, text, a, &without, &stats) &&
+                 measure_speculation(o, (int32_t)o->draft, text, b, &with, &stats);
+  if (is_good) {
+    bool is_same = memcmp(a, b, n * sizeof *a) == 0;
+    fprintf(stderr, "speculation: %.1f tokens/s, %.1f without (%.2fx), %llu of %llu drafted tokens right, answers %s\n", with, without,
+            with / without, (unsigned long long)stats.spec_accepted_tokens, (unsigned long long)stats.spec_draft_tokens,
+            is_same ? "equal" : "DIFFER");
+    json_array_append_new(rows, json_pack("{s:f, s:f, s:I, s:I, s:b}", "tokens_per_s", with, "tokens_per_s_without", without, "drafted",
+                                          (json_int_t)stats.spec_draft_tokens, "accepted", (json_int_t)stats.spec_accepted_tokens,
+                                          "answers_equal", is_same));
+  }
+  mem_free(a);
+  mem_free(b);
+  return is_good;
+}
+
+static bool run_prefix(const struct engine_bench_options *o, json_t *rows)
+{
+  struct run run;
+  int32_t *prompt = mem_calloc((size_t)o->prompt + 16, sizeof *prompt);
+  double *ttft = mem_calloc((size_t)o->chats, sizeof *ttft), first = 0;
+  if (!prompt || !ttft || !open_run(&run, o, (struct instance_options){.max_num_seqs = 8, .prefix_caching = true})) return false;
+  int32_t n_vocab = instance_model(run.instance)->config.n_vocab;
+  random_prompt(prompt, o->prompt, n_vocab, 5);
+  for (int64_t i = 0; i < o->chats; i++) {
+    random_prompt(prompt + o->prompt, 16, n_vocab, 1000 + (uint32_t)i);
+    struct sits_request *request = submit(&run, prompt, o->prompt + 16, 1);
+    for (struct stream s = {.request = request}; request && !s.is_done; nap()) take(&s, ttft, &(int64_t){0});
+    struct sits_request_timing t;
+    sits_request_timing(request, &t);
+    if (i == 0) first = (double)(t.first_token_us - t.submitted_us) * 1e-3;
+    else ttft[i - 1] = (double)(t.first_token_us - t.submitted_us) * 1e-3;
+    sits_request_release(request);
+  }
+  struct engine_stats stats;
+  engine_stats(run.engine, &stats);
+  double later = bench_percentile(ttft, o->chats - 1, 50);
+  fprintf(stderr, "prefix: first token after %.1f ms, later %.1f ms (%.1f %%), %llu of %llu tokens from the cache\n", first, later,
+          100 * later / first, (unsigned long long)stats.prefix_hit_tokens, (unsigned long long)stats.prefix_query_tokens);
+  json_array_append_new(rows, json_pack("{s:f, s:f, s:I, s:I}", "first_ms", first, "later_p50_ms", later, "hit_tokens",
+                                        (json_int_t)stats.prefix_hit_tokens, "query_tokens", (json_int_t)stats.prefix_query_tokens));
+  instance_close(run.instance);
+  mem_free(prompt);
+  mem_free(ttft);
+  return true;
+}
+
+int bench_engine(int argc, char **argv)
+{
+  struct engine_bench_options o;
+  struct option_set set;
+  int status;
+  if (!bench_parse("engine", "the engine with a real model, in process", &set, specs, sizeof specs / sizeof specs[0], &o, argc, argv,
+                   &status)) {
+    return status;
+  }
+  log_set_level(LOG_WARN);
+  json_t *out = bench_header("engine", argc, argv), *rows = json_array();
+  bool is_good = o.model && out && rows;
+  if (!o.model) fprintf(stderr, "sits2026-bench engine: needs --model\n");
+  if (is_good && strcmp(o.scenario, "stall") == 0) is_good = run_stall(&o, rows);
+  else if (is_good && strcmp(o.scenario, "speculation") == 0) is_good = run_speculation(&o, rows);
+  else if (is_good) is_good = run_prefix(&o, rows);
+  if (is_good) {
+    json_object_set_new(out, "scenario", json_string(o.scenario));
+    json_object_set_new(out, "results", rows);
+    is_good = bench_write_json(out, o.json);
+  }
+  option_set_fini(&set);
+  return is_good ? 0 : 1;
+}
