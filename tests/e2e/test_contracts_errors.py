@@ -131,6 +131,12 @@ def test_contract_51_bad_lengths_are_refused_before_the_body(tiny, length):
     assert status in (400, 413)
 
 
+def test_ids_outside_the_vocabulary(tiny):
+    check_error(*tiny.complete(max_tokens=2, logit_bias={"512": 1}), 400, "invalid_value", "logit_bias")
+    check_error(*tiny.complete(prompt=[512], max_tokens=2), 400, "invalid_value", "prompt")
+    assert tiny.complete(max_tokens=2, stop_token_ids=[99999])[0] == 200
+
+
 HUGE = [{
     "n": 129
 }, {

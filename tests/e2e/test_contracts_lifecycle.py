@@ -96,13 +96,13 @@ def collect(sock, out):
 
 
 def test_contract_60_sigterm_lets_requests_finish(launch):
-    server = launch(SMOL, "--max-num-seqs", 32, "--max-model-len", 512)
+    server = launch(SMOL, "--max-num-seqs", 32, "--max-model-len", 512, "--shutdown-timeout-s", 60 * SLOW)
     out = []
     keep = server.connect()   # an open connection sees the red readiness
     keep.sendall(b"GET /health/ready HTTP/1.1\r\nHost: t\r\n\r\n")
     file = keep.makefile("rb")
     assert read_response(file)[0] == 200
-    socks = [open_request(server, {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}) for _ in range(20)]
+    socks = [open_request(server, {"prompt": "Once", "max_tokens": 32, "ignore_eos": True, "stream": True}) for _ in range(20)]
     threads = [threading.Thread(target=collect, args=(sock, out)) for sock in socks]
     for thread in threads:
         thread.start()

@@ -50,6 +50,26 @@ static enum sits_status tokenize_parts(struct api_call *call, const struct api_m
   return SITS_OK;
 }
 
+/* The parsed messages or prompts are not needed any more once they are tokens; a waiting call should not hold megabytes of JSON. */
+static void drop_texts(struct api_request *request)
+{
+  if (!request->body || request->echo) return;
+  request->messages = NULL;
+  for (int64_t p = 0; p < request->n_prompts; p++) request->prompts[p] = (struct api_prompt){0};
+  json_object_del(request->body, "messages");
+  json_object_del(request->body, "prompt");
+}
+
+static enum sits_status check_bias(const struct api_request *request, const struct api_model *model, struct sits_error *err)
+{
+  int32_t n_vocab = tokenizer_n_vocab(model->tokenizer);
+  for (int64_t i = 0; i < request->n_bias; i++)
+    if (request->bias[i].token >= n_vocab)
+      return sits_fail_param(err, SITS_INVALID_ARGUMENT, "logit_bias", "a token id of 'logit_bias' is outside the vocabulary of %d",
+                             n_vocab);
+  return SITS_OK;
+}
+
 static enum sits_status create_choices(struct api_part *part, const struct api_model *model, struct sits_error *err)
 {
   const struct api_request *request = part->call->request;
@@ -162,12 +182,14 @@ enum sits_status api_call_create(struct api *api, struct api_request *request, c
     call->parts[p].call = call;
     call->parts[p].index = p;
   }
+  if (!status) status = check_bias(request, model, err);
   if (!status) status = tokenize_parts(call, model, err);
   if (status) {
     call->request = NULL; /* stays the caller's */
     api_call_unref(call);
     return status;
   }
+  drop_texts(request);
   *out = call;
   return SITS_OK;
 }

@@ -168,7 +168,7 @@ static enum sits_status start_call(struct http_request *request, struct sits_err
   struct api_call *call = NULL;
   enum sits_status status = api_request_parse(http_routes[request->route].kind, request->body.data ? request->body.data : "",
                                               request->body.size, api_limits(server->api), &parsed, err);
-  buf_fini(&request->body);
+  http_request_drop_body(request);
   if (status) return status;
   status = api_request_set_class(parsed, request->qos[0] ? request->qos : NULL, err);
   if (!status) status = api_call_create(server->api, parsed, &sink, request, &call, err);

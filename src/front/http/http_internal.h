@@ -43,7 +43,8 @@ struct http_request {
   int64_t started_us;                 /* [init] */
   struct buf body;                    /* [pool] while it arrives, then [worker] */
   bool is_too_large;                  /* [pool] */
-  size_t n_dropped_bytes;             /* [pool] of a body that is too large */
+  bool is_crowded;                    /* [pool] there was no memory for its body */
+  size_t n_dropped_bytes;             /* [pool] of a body that is not kept */
   bool is_begun;                      /* [pool] the whole request is here and was handed on */
   bool is_watched;                    /* [pool] */
 
@@ -83,6 +84,7 @@ struct http_server {
   char *cert, *key;                   /* [init] PEM texts, owned */
   atomic_bool is_draining;            /* [atomic] */
   _Atomic uint64_t next_number;       /* [atomic] */
+  _Atomic int64_t body_bytes;         /* [atomic] of bodies that are kept now */
 
   pthread_mutex_t mutex;
   pthread_cond_t idle;                /* n_requests fell to 0 */
@@ -109,6 +111,8 @@ void http_request_ref(struct http_request *request);
 void http_request_unref(struct http_request *request);
 /* Wake the connection if it sleeps for this reason; the request's mutex is held. */
 void http_wake_locked(struct http_request *request, enum http_wait wait);
+/* Free the body and give its bytes back to the server's budget. */
+void http_request_drop_body(struct http_request *request);
 /* Answer. The body's bytes are taken over. Any thread, once; later ones are dropped. */
 void http_respond(struct http_request *request, int status, const char *content_type, struct buf *body);
 void http_respond_error(struct http_request *request, enum sits_status status, const char *text, const char *param);

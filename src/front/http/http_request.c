@@ -61,10 +61,16 @@ void http_request_unref(struct http_request *request)
   if (request->call) api_call_release(request->call);
   if (request->has_reply) http_reply_fini(&request->reply);
   if (request->response) MHD_destroy_response(request->response);
-  buf_fini(&request->body);
+  http_request_drop_body(request);
   buf_fini(&request->out);
   pthread_mutex_destroy(&request->mutex);
   mem_free(request);
+}
+
+void http_request_drop_body(struct http_request *request)
+{
+  atomic_fetch_sub(&request->server->body_bytes, (int64_t)request->body.size);
+  buf_fini(&request->body);
 }
 
 void http_wake_locked(struct http_request *request, enum http_wait wait)

@@ -22,6 +22,7 @@
 
 #define CONNECTION_MEMORY_BYTES (32u << 10) /* headers and the window of a body */
 #define MAX_HEADERS 100
+#define MAX_BODIES_BYTES (512 << 20)        /* of all bodies that are being received or wait for a worker */
 #define LISTEN_BACKLOG 1024
 #define DRAIN_BODY_FACTOR 4                 /* a chunked body is read and dropped up to that many times the limit, for a clean 413 */
 
@@ -136,14 +137,21 @@ static enum MHD_Result queue_answer(struct http_request *request)
   return response ? MHD_queue_response(request->connection, (unsigned)status, response) : MHD_NO;
 }
 
+/* Keep the bytes of a body. One that is too large (only a chunked one comes so far) or for which there is no room is dropped and read on,
+ * for libmicrohttpd allows no answer before its end. */
 static enum MHD_Result take_body(struct http_request *request, const char *bytes, size_t n_bytes)
 {
-  size_t most = (size_t)api_limits(request->server->api)->max_body_bytes;
-  if (!request->is_too_large && request->body.size + n_bytes <= most && buf_append(&request->body, bytes, n_bytes)) return MHD_YES;
-  if (!request->is_too_large) { /* only a chunked body comes here: libmicrohttpd allows no answer before its end */
-    request->is_too_large = true;
+  struct http_server *server = request->server;
+  size_t most = (size_t)api_limits(server->api)->max_body_bytes;
+  if (!request->is_too_large && !request->is_crowded) {
+    int64_t before = atomic_fetch_add(&server->body_bytes, (int64_t)n_bytes);
+    request->is_too_large = request->body.size + n_bytes > most;
+    request->is_crowded =
+      !request->is_too_large && (before + (int64_t)n_bytes > MAX_BODIES_BYTES || !buf_append(&request->body, bytes, n_bytes));
+    if (!request->is_too_large && !request->is_crowded) return MHD_YES;
+    atomic_fetch_sub(&server->body_bytes, (int64_t)n_bytes);
     request->n_dropped_bytes = request->body.size;
-    buf_fini(&request->body);
+    http_request_drop_body(request);
   }
   request->n_dropped_bytes += n_bytes;
   return request->n_dropped_bytes > most * DRAIN_BODY_FACTOR ? MHD_NO : MHD_YES;
@@ -183,6 +191,10 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
   if (request->is_begun || request->response) return queue_answer(request);
   if (request->is_too_large) {
     http_respond_error(request, SITS_TOO_LARGE, NULL, NULL);
+    return queue_answer(request);
+  }
+  if (request->is_crowded) {
+    http_respond_error(request, SITS_QUEUE_FULL, "too many large requests are being read", NULL);
     return queue_answer(request);
   }
   if (http_routes[request->route].is_post) return hand_to_worker(request);

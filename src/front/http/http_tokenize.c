@@ -15,7 +15,7 @@ static enum sits_status parse(struct http_request *request, const struct api_mod
   if (!*model) return sits_fail(err, SITS_UNAVAILABLE, "the model is still loading");
   enum sits_status status = api_request_parse(http_routes[request->route].kind, request->body.data ? request->body.data : "",
                                               request->body.size, api_limits(api), out, err);
-  buf_fini(&request->body);
+  http_request_drop_body(request);
   if (status) return status;
   if (api_model_is(*model, (*out)->model)) return SITS_OK;
   api_request_destroy(*out);
