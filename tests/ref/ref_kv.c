@@ -13,15 +13,18 @@ void ref_kv_rotate(double *x, int32_t head_dim)
   for (int32_t i = 0; i < head_dim; i += block) ref_hadamard(x + i, block);
 }
 
-/* e5m3 by search: every value (1 + m/8) 2^(e-15), or m/8 2^-14. */
-double ref_kv_scale(double scale)
+/* e4m4: code -> value. */
+static double scale_value(int code)
 {
-  double best = 0, best_error = scale;
-  for (int e = 0; e <= 30; e++)
-    for (int m = 0; m < 8; m++) {
-      const double value = e == 0 ? ldexp(m / 8.0, -14) : ldexp(1 + m / 8.0, e - 15);
-      if (fabs(value - scale) < best_error) best_error = fabs(value - scale), best = value;
-    }
+  const int e = code / 16, m = code % 16;
+  return e == 0 ? ldexp(m / 16.0, -12) : ldexp(1 + m / 16.0, e - 13);
+}
+
+static int nearest_scale(double scale)
+{
+  int best = 0;
+  for (int code = 1; code < 256; code++)
+    if (fabs(scale_value(code) - scale) < fabs(scale_value(best) - scale)) best = code;
   return best;
 }
 
@@ -36,9 +39,10 @@ void ref_kv_u4(double *x, int32_t n)
 {
   double lo = x[0], hi = x[0], best[32] = {0}, best_error = INFINITY;
   for (int32_t i = 0; i < n; i++) lo = fmin(lo, x[i]), hi = fmax(hi, x[i]);
-  const double step = fmax((hi - lo) / 15, fmax(fabs(lo), fabs(hi)) / 120);
-  for (int k = 0; k < 2; k++) {
-    const double s = ref_kv_scale(step * (k == 0 ? 1 : 1.06)), z = s > 0 ? fmin(127, fmax(-128, nearbyint(-lo / s))) : 0;
+  const int first = nearest_scale(fmax((hi - lo) / 15, fmax(fabs(lo), fabs(hi)) / 120));
+  for (int k = 0; k < 9; k++) {
+    if (first + k / 3 > 255) break;
+    const double s = scale_value(first + k / 3), z = s > 0 ? fmin(127, fmax(-128, nearbyint(-lo / s) + k % 3 - 1)) : 0;
     double tried[32], error = 0;
     for (int32_t i = 0; i < n; i++) {
       const double q = s > 0 ? fmin(15, fmax(0, nearbyint(x[i] / s) + z)) : 0;
@@ -55,8 +59,8 @@ void ref_kv_fp4(double *x, int32_t n)
   static const double values[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   double top = 0, best[32] = {0}, best_error = INFINITY;
   for (int32_t i = 0; i < n; i++) top = fmax(top, fabs(x[i]));
-  for (int k = 6; k >= 4; k--) {
-    const double s = ref_kv_scale(top / k);
+  for (int k = 12; k >= 8; k--) {
+    const double s = scale_value(nearest_scale(top / (k * 0.5)));
     double tried[32], error = 0;
     for (int32_t i = 0; i < n; i++) {
       double nearest = 0;

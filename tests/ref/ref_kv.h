@@ -1,5 +1,5 @@
 /* Naive twins of the KV codecs: what a cache with this codec gives back for the keys and values of one head. In double, straight from the
- * words of the format (rotation, groups, scales of 8 bits); the only bits taken over from the format are the e5m3 scale values. */
+ * words of the format (rotation, groups, scales of 8 bits); the only bits taken over from the format are the e4m4 scale values. */
 #ifndef TESTS_REF_REF_KV_H
 #define TESTS_REF_REF_KV_H
 
@@ -9,8 +9,7 @@
  * result is in the rotated basis. */
 void ref_kv_rotate(double *x, int32_t head_dim);
 void ref_kv_int8(double *x, int32_t n);                   /* symmetric, scale max/127 */
-void ref_kv_u4(double *x, int32_t n);                     /* n <= 32: asymmetric, the better of two scales */
-void ref_kv_fp4(double *x, int32_t n);                    /* n <= 16: e2m1, the best of three scales */
-double ref_kv_scale(double scale);                        /* nearest e5m3 */
+void ref_kv_u4(double *x, int32_t n);                     /* n <= 32: asymmetric, the best of three scales and zero points */
+void ref_kv_fp4(double *x, int32_t n);                    /* n <= 16: e2m1, the best of five scales */
 
 #endif

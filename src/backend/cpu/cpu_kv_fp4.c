@@ -51,7 +51,7 @@ static void fold(const struct backend_kv *kv, void *block, int32_t group, const 
     for (int32_t j = 0; j < P; j++) {
       float rest[GROUP];
       for (int32_t i = 0; i < length; i++) rest[i] = j < n ? x[i][j] - mean[i] : 0;
-      cpu_kv_quantize_fp4(rest, length, codes[j], &view.k_scales[d0 / GROUP * P + j]);
+      kv->ops->quantize_fp4(rest, length, codes[j], &view.k_scales[d0 / GROUP * P + j]);
     }
     for (int32_t i = 0; i < length; i++)
       for (int32_t j = 0; j < P / 2; j++) view.k[(d0 + i) * (P / 2) + j] = (uint8_t)(codes[j][i] | codes[j + P / 2][i] << 4);
@@ -89,8 +89,8 @@ static void append_v(const struct backend_kv *kv, void *block, int32_t slot, con
   for (size_t g = 0; g < n; g++) {
     const size_t at = (size_t)slot * n + g;
     const int32_t first = (int32_t)g * GROUP, length = D - first < GROUP ? D - first : GROUP;
-    uint8_t codes[GROUP] = {0};
-    if (length > 0) cpu_kv_quantize_fp4(v + first, length, codes, &view.v_scales[at]);
+    uint8_t codes[GROUP];
+    kv->ops->quantize_fp4(v + first, length > 0 ? length : 0, codes, &view.v_scales[at]);
     for (int i = 0; i < 8; i++) view.v[at * 8 + (size_t)i] = (uint8_t)(codes[i] | codes[i + 8] << 4);
   }
 }

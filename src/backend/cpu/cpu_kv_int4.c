@@ -47,9 +47,9 @@ static void fold(const struct backend_kv *kv, void *block, int32_t group, const 
   for (int32_t d = 0; d < D; d++) {
     const size_t at = (size_t)d * GROUPS + (size_t)group;
     float x[GROUP];
-    uint8_t codes[GROUP] = {0};
+    uint8_t codes[GROUP];
     for (int32_t j = 0; j < n; j++) x[j] = half_to_float(open[d * GROUP + j]);
-    cpu_kv_quantize_u4(x, n, codes, &view.k_scales[at], &view.k_zeros[at]);
+    kv->ops->quantize_u4(x, n, codes, &view.k_scales[at], &view.k_zeros[at]);
     pack(codes, view.k + at * 16);
   }
 }
@@ -80,8 +80,8 @@ static void append_v(const struct backend_kv *kv, void *block, int32_t slot, con
   for (size_t g = 0; g < n; g++) {
     const size_t at = (size_t)slot * n + g;
     const int32_t first = (int32_t)g * GROUP, length = D - first < GROUP ? D - first : GROUP;
-    uint8_t codes[GROUP] = {0};
-    cpu_kv_quantize_u4(v + first, length, codes, &view.v_scales[at], &view.v_zeros[at]);
+    uint8_t codes[GROUP];
+    kv->ops->quantize_u4(v + first, length, codes, &view.v_scales[at], &view.v_zeros[at]);
     pack(codes, view.v + at * 16);
   }
 }

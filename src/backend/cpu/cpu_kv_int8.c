@@ -1,8 +1,5 @@
 /* KV codec int8: keys and values rotated per head (Hadamard), symmetric, one scale for each token and head.
  * Block: K [D][P] s8, V [P][Dv] s8, scales of K [P] f32, of V [P] f32. Entry point: cpu_kv_int8. */
-#include <math.h>
-#include <string.h>
-
 #include "backend/cpu/cpu_kv.h"
 
 #define P KV_PAGE_TOKENS
@@ -25,40 +22,21 @@ static size_t block_bytes(int32_t head_dim)
   return (n + 63) / 64 * 64;
 }
 
-/* Scale of x, and its inverse; the integers are nearest(x * inverse), within 127 by construction. */
-static float scale_of(const float *x, int32_t n, float *inverse)
-{
-  float size = 0;
-  for (int32_t i = 0; i < n; i++) size = fmaxf(size, fabsf(x[i]));
-  size = fminf(size, 1e30f);
-  *inverse = size > 0 ? 127 / size : 0;
-  return size / 127;
-}
-
-static int8_t to_i8(float x)
-{
-  const float q = nearbyintf(x);
-  return (int8_t)(q > 127 ? 127 : q < -127 ? -127 : q);
-}
-
 static void append_k(const struct backend_kv *kv, void *block, int32_t slot, const float *k, uint16_t *open)
 {
   (void)open;
   const int32_t D = kv->geometry.head_dim;
   const struct view view = view_of(block, D);
-  float inverse;
-  view.k_scales[slot] = scale_of(k, D, &inverse);
-  for (int32_t d = 0; d < D; d++) view.k[(size_t)d * P + (size_t)slot] = to_i8(k[d] * inverse);
+  int8_t codes[CPU_KV_MAX_HEAD_DIM];
+  view.k_scales[slot] = kv->ops->quantize_i8(k, D, codes);
+  for (int32_t d = 0; d < D; d++) view.k[(size_t)d * P + (size_t)slot] = codes[d];
 }
 
 static void append_v(const struct backend_kv *kv, void *block, int32_t slot, const float *v)
 {
   const int32_t D = kv->geometry.head_dim;
   const struct view view = view_of(block, D);
-  int8_t *row = view.v + (size_t)slot * (size_t)kv->dv;
-  float inverse;
-  view.v_scales[slot] = scale_of(v, D, &inverse);
-  for (int32_t d = 0; d < D; d++) row[d] = to_i8(v[d] * inverse);
+  view.v_scales[slot] = kv->ops->quantize_i8(v, D, view.v + (size_t)slot * (size_t)kv->dv);
 }
 
 static void attend_k(const struct backend_kv *kv, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n, float *scores,

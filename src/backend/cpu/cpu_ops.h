@@ -50,6 +50,11 @@ struct cpu_ops {
   /* n_groups groups of 16 e2m1: byte i of a group's 8 holds elements i and i + 8. */
   void (*expand_fp4_groups)(const uint8_t *x, const uint8_t *scales, int32_t n_groups, float *y);
 
+  /* The reverse, a group at a time: n <= 32, 16 or any values; codes: [32], [16], [n], one number a byte, zeros beyond n. */
+  void (*quantize_u4)(const float *x, int32_t n, uint8_t *codes, uint8_t *scale, int8_t *zero);
+  void (*quantize_fp4)(const float *x, int32_t n, uint8_t *codes, uint8_t *scale);
+  float (*quantize_i8)(const float *x, int32_t n, int8_t *codes); /* returns the scale */
+
   void (*to_f16)(const float *x, int32_t n, uint16_t *y);  /* round to nearest even; beyond 65504 saturates */
   void (*hadamard)(float *x, int32_t n);                   /* in place, orthonormal, n a power of two */
 };

@@ -9,6 +9,7 @@
 
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "backend/backend.h"
 #include "backend/cpu/cpu_kv_code.h"
@@ -282,6 +283,120 @@ static void op_expand_fp4_groups(const uint8_t *restrict x, const uint8_t *restr
   }
 }
 
+/* ---- quantisers ---- */
+
+/* Nearest integer, ties to even; what is beyond 10^4 is not needed by any caller. */
+INLINE float nearest(float x)
+{
+  x = x < -1e4f ? -1e4f : x > 1e4f ? 1e4f : x;
+  return (x + 12582912.0f) - 12582912.0f;
+}
+
+/* Sum of n values, n a power of two, as a tree: its order is that of the reference at every level, and loops become vectors. */
+INLINE float tree_sum(float *x, int32_t n)
+{
+  for (int32_t half = n / 2; half > 0; half /= 2)
+    for (int32_t i = 0; i < half; i++) x[i] += x[i + half];
+  return x[0];
+}
+
+/* Squared error of x under (q - zero) * scale; lanes from n on count nothing. codes: [32]. */
+INLINE float u4_error(const float *x, int32_t n, float scale, float zero, uint8_t *codes)
+{
+  const float inverse = scale > 0 ? 1 / scale : 0;
+  float error[32];
+  for (int32_t i = 0; i < 32; i++) {
+    float q = nearest(x[i] * inverse) + zero;
+    q = q < 0 ? 0 : q > 15 ? 15 : q;
+    codes[i] = (uint8_t)(int32_t)q;
+    const float e = (q - zero) * scale - x[i];
+    error[i] = i < n ? e * e : 0;
+  }
+  return tree_sum(error, 32);
+}
+
+static void op_quantize_u4(const float *x, int32_t n, uint8_t *codes, uint8_t *scale, int8_t *zero)
+{
+  float padded[32], lows[32], highs[32], best = INFINITY;
+  for (int32_t i = 0; i < 32; i++) padded[i] = lows[i] = highs[i] = x[i < n ? i : 0];
+  for (int32_t half = 16; half > 0; half /= 2)
+    for (int32_t i = 0; i < half; i++) {
+      lows[i] = lows[i] < lows[i + half] ? lows[i] : lows[i + half];
+      highs[i] = highs[i] > highs[i + half] ? highs[i] : highs[i + half];
+    }
+  const float lo = lows[0], hi = highs[0], size = -lo > hi ? -lo : hi;
+  const float span = (hi - lo) / 15, least = size / 120; /* the floor keeps the zero point in int8 */
+  const int32_t first = cpu_kv_scale_code(span > least ? span : least);
+  for (int32_t code = first; code < first + 3 && code < 256; code++) {
+    const float s = cpu_kv_scale((uint8_t)code), middle = s > 0 ? nearest(-lo / s) : 0;
+    for (int shift = -1; shift <= 1; shift++) {
+      uint8_t tried[32];
+      float z = middle + (float)shift;
+      z = z < -128 ? -128 : z > 127 ? 127 : z;
+      const float error = u4_error(padded, n, s, z, tried);
+      if (!(error < best)) continue;
+      best = error;
+      *scale = (uint8_t)code;
+      *zero = (int8_t)z;
+      for (int32_t i = 0; i < 32; i++) codes[i] = i < n ? tried[i] : 0;
+    }
+  }
+}
+
+/* e2m1 of x * inverse: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6. */
+INLINE float fp4_error(const float *x, float scale, uint8_t *codes)
+{
+  const float inverse = scale > 0 ? 1 / scale : 0;
+  float error[16];
+  for (int32_t i = 0; i < 16; i++) {
+    const float size = x[i] < 0 ? -x[i] : x[i], a = size * inverse;
+    const float fine = nearest(a * 2), whole = nearest(a) * 2, coarse = nearest(a * 0.5f) * 4;
+    float doubled = a < 2 ? fine : a < 4 ? whole : coarse;
+    doubled = doubled > 12 ? 12 : doubled;
+    const int32_t d = (int32_t)doubled;
+    codes[i] = (uint8_t)((d < 4 ? d : d < 8 ? d / 2 + 2 : d / 4 + 4) | (x[i] < 0 ? 8 : 0));
+    const float e = doubled * 0.5f * scale - size;
+    error[i] = e * e;
+  }
+  return tree_sum(error, 16);
+}
+
+static void op_quantize_fp4(const float *x, int32_t n, uint8_t *codes, uint8_t *scale)
+{
+  static const float tops[5] = {6, 5.5f, 5, 4.5f, 4};
+  float padded[16], sizes[16], best = INFINITY;
+  for (int32_t i = 0; i < 16; i++) padded[i] = i < n ? x[i] : 0;
+  for (int32_t i = 0; i < 16; i++) sizes[i] = padded[i] < 0 ? -padded[i] : padded[i];
+  for (int32_t half = 8; half > 0; half /= 2)
+    for (int32_t i = 0; i < half; i++) sizes[i] = sizes[i] > sizes[i + half] ? sizes[i] : sizes[i + half];
+  for (int k = 0; k < 5; k++) {
+    uint8_t tried[16];
+    const uint8_t code = cpu_kv_scale_code(sizes[0] / tops[k]);
+    const float error = fp4_error(padded, cpu_kv_scale(code), tried);
+    if (!(error < best)) continue;
+    best = error;
+    *scale = code;
+    for (int32_t i = 0; i < 16; i++) codes[i] = tried[i];
+  }
+}
+
+static float op_quantize_i8(const float *x, int32_t n, int8_t *codes)
+{
+  int32_t top = 0; /* sizes compare as their bits */
+  for (int32_t i = 0; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    bits &= 0x7fffffff;
+    top = bits > top ? bits : top;
+  }
+  float size;
+  memcpy(&size, &top, sizeof size);
+  size = size < 1e30f ? size : 1e30f;
+  const float inverse = size > 0 ? 127 / size : 0;
+  for (int32_t i = 0; i < n; i++) codes[i] = (int8_t)(int32_t)nearest(x[i] * inverse);
+  return size / 127;
+}
+
 static void op_to_f16(const float *x, int32_t n, uint16_t *y)
 {
   const VEC top = v_set1(65504.0f), bottom = v_set1(-65504.0f);
@@ -313,6 +428,7 @@ const struct cpu_ops CPU_OPS = {
     .rmsnorm = op_rmsnorm, .rope = op_rope, .swiglu = op_swiglu, .add = op_add, .scale_add = op_scale_add, .qk_f16 = op_qk_f16,
     .qk_f32 = op_qk_f32, .pv_f16 = op_pv_f16, .pv_f32 = op_pv_f32, .softmax = op_softmax,
     .expand_i8_columns = op_expand_i8_columns, .expand_i8_row = op_expand_i8_row, .expand_u4 = op_expand_u4,
-    .expand_fp4_columns = op_expand_fp4_columns, .expand_fp4_groups = op_expand_fp4_groups, .to_f16 = op_to_f16, .hadamard = op_hadamard};
+    .expand_fp4_columns = op_expand_fp4_columns, .expand_fp4_groups = op_expand_fp4_groups,
+    .quantize_u4 = op_quantize_u4, .quantize_fp4 = op_quantize_fp4, .quantize_i8 = op_quantize_i8, .to_f16 = op_to_f16, .hadamard = op_hadamard};
 
 #endif

@@ -117,7 +117,7 @@ static void check_round_trip(enum kv_codec codec, enum cpu_isa isa, int32_t D)
   }
   const double share = (double)n_off / (2.0 * P * D);
   /* a mean that rounds to its neighbour moves 64 numbers of fp4 a little, some of them across a border */
-  if (share > (codec == KV_F32 || codec == KV_F16 ? 0 : codec == KV_FP4 ? 0.01 : 0.004))
+  if (share > (codec == KV_F32 || codec == KV_F16 ? 0 : codec == KV_FP4 ? 0.015 : 0.004))
     fail_msg("%s at %s, D %d: %.2f %% of the elements differ", kv_codec_name(codec), cpu_isa_name(isa), (int)D, 100 * share);
   mem_free(scratch);
   mem_free(tile);
