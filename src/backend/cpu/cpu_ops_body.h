@@ -3,6 +3,7 @@
  *   VEC, VW (lanes), v_load v_load_h(f16) v_store v_set1 v_add v_sub v_mul v_div v_max v_min, v_fma(a, b, c) = a * b + c,
  *   v_round, v_exp2i(n) = 2^n for integral n in [-126, 127], v_sum, v_top (horizontal), v_swap_pairs where VW > 1,
  *   v_keep(v, lo, hi, other): lanes lo <= i < hi of v, other elsewhere; v_store_h. CPU_OPS names the table to define.
+ * A level that brings its own 4-bit expansions and quantisers defines CPU_OPS_OWN_4BIT, its own rotation CPU_OPS_OWN_HADAMARD.
  * Tails shorter than a vector are done lane by lane with the same formula. */
 #ifndef SITS_BACKEND_CPU_CPU_OPS_BODY_H
 #define SITS_BACKEND_CPU_CPU_OPS_BODY_H
@@ -242,6 +243,7 @@ static void op_expand_i8_row(const int8_t *restrict x, float scale, int32_t n, f
   for (int32_t i = 0; i < n; i++) y[i] = (float)x[i] * scale;
 }
 
+#ifndef CPU_OPS_OWN_4BIT
 static void op_expand_u4(const uint8_t *restrict x, const uint8_t *restrict scales, const int8_t *restrict zeros, int32_t n_groups,
                          float *restrict y)
 {
@@ -283,6 +285,8 @@ static void op_expand_fp4_groups(const uint8_t *restrict x, const uint8_t *restr
   }
 }
 
+#endif
+
 /* ---- quantisers ---- */
 
 /* Nearest integer, ties to even; what is beyond 10^4 is not needed by any caller. */
@@ -292,6 +296,7 @@ INLINE float nearest(float x)
   return (x + 12582912.0f) - 12582912.0f;
 }
 
+#ifndef CPU_OPS_OWN_4BIT
 /* Sum of n values, n a power of two, as a tree: its order is that of the reference at every level, and loops become vectors. */
 INLINE float tree_sum(float *x, int32_t n)
 {
@@ -380,6 +385,8 @@ static void op_quantize_fp4(const float *x, int32_t n, uint8_t *codes, uint8_t *
   }
 }
 
+#endif
+
 static float op_quantize_i8(const float *x, int32_t n, int8_t *codes)
 {
   int32_t top = 0; /* sizes compare as their bits */
@@ -411,6 +418,7 @@ static void op_to_f16(const float *x, int32_t n, uint16_t *y)
   }
 }
 
+#ifndef CPU_OPS_OWN_HADAMARD
 static void op_hadamard(float *x, int32_t n)
 {
   for (int32_t half = 1; half < n; half *= 2)
@@ -423,12 +431,14 @@ static void op_hadamard(float *x, int32_t n)
   const float scale = 1.0f / sqrtf((float)n);
   for (int32_t i = 0; i < n; i++) x[i] *= scale;
 }
+#endif
 
 const struct cpu_ops CPU_OPS = {
     .rmsnorm = op_rmsnorm, .rope = op_rope, .swiglu = op_swiglu, .add = op_add, .scale_add = op_scale_add, .qk_f16 = op_qk_f16,
     .qk_f32 = op_qk_f32, .pv_f16 = op_pv_f16, .pv_f32 = op_pv_f32, .softmax = op_softmax,
     .expand_i8_columns = op_expand_i8_columns, .expand_i8_row = op_expand_i8_row, .expand_u4 = op_expand_u4,
     .expand_fp4_columns = op_expand_fp4_columns, .expand_fp4_groups = op_expand_fp4_groups,
-    .quantize_u4 = op_quantize_u4, .quantize_fp4 = op_quantize_fp4, .quantize_i8 = op_quantize_i8, .to_f16 = op_to_f16, .hadamard = op_hadamard};
+    .quantize_u4 = op_quantize_u4, .quantize_fp4 = op_quantize_fp4, .quantize_i8 = op_quantize_i8,
+    .to_f16 = op_to_f16, .hadamard = op_hadamard};
 
 #endif
