@@ -18,7 +18,9 @@ extern "C" {
 #define SITS_MAX_NAME 96
 
 /* X(NAME, text, elements per block, bytes per block). Plain types have one element a block.
- * The Q* rows are GGUF's block formats, byte for byte as in the file. */
+ * The Q* rows are GGUF's block formats, byte for byte as in the file.
+ * I4 holds element 2i in the low half of byte i and 2i + 1 in the high half, as unsigned u: a quantised weight is scale * u + minimum, or
+ * scale * (u - 8) where there are no minimums. Quantised I8 is signed: scale * q (+ minimum). */
 #define SITS_DTYPE_MAP(X) \
   X(F32,  "f32",    1,   4) \
   X(F16,  "f16",    1,   2) \

@@ -76,6 +76,14 @@ struct backend_result {
 
 struct kv_copy { int32_t from_page, to_page; };
 
+/* For calibration: sees the inputs of LINEAR ops as they are before rounding. fn may be called by several threads at once, each with its
+ * own tokens; batches of one or two tokens may pass unseen. x: [n_tokens][width], rows first.. of the batch. */
+struct program_op;
+struct backend_observer {
+  void (*fn)(void *user, const struct program_op *op, const float *x, int32_t first, int32_t n_tokens, int32_t width);
+  void *user;
+};
+
 struct backend_vtable {
   int32_t abi;                     /* BACKEND_ABI */
   const char *name;                /* "cpu" */
@@ -103,6 +111,9 @@ struct backend_vtable {
   /* Start a batch; then wait for it. */
   enum sits_status (*submit)(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *batch);
   enum sits_status (*wait)(struct backend_program *program, struct backend_result *result);
+
+  /* Between batches; NULL in a backend that cannot. */
+  void (*observe)(struct backend_program *program, const struct backend_observer *observer);
 };
 
 /* "cpu", "cuda", or "auto" (the best that works here). NULL when this build has no such backend. */

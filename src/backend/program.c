@@ -40,10 +40,19 @@ static int64_t part_rows(const struct program_op *op, int i)
   return i < op->n_parts && op->parts[i].weight != NULL && op->parts[i].weight->n_dims == 2 ? op->parts[i].weight->dims[0] : 0;
 }
 
+static bool is_act(const struct act_format *act, int64_t n_channels)
+{
+  if (act == NULL) return true;
+  if ((unsigned)act->kind >= ACT_KINDS || act->n_outliers < 0 || (act->n_outliers > 0 && act->kind != ACT_INT4)) return false;
+  for (int32_t i = 0; i < act->n_outliers; i++)
+    if (act->outliers[i] < (i == 0 ? 0 : act->outliers[i - 1] + 1) || act->outliers[i] >= n_channels) return false;
+  return true;
+}
+
 static bool linear_shape(const struct program *p, const struct program_op *op, int64_t x, struct op_shape *shape)
 {
   const int64_t D = p->dims.head_dim, q = p->dims.n_heads * D, kv = p->dims.n_kv_heads * D;
-  if (op->n_parts < 1 || op->n_parts > PROGRAM_MAX_PARTS) return false;
+  if (op->n_parts < 1 || op->n_parts > PROGRAM_MAX_PARTS || !is_act(op->act, x)) return false;
   for (int i = 0; i < op->n_parts; i++)
     if (!is_part(&op->parts[i], part_rows(op, i), x)) return false;
   if ((op->fused & PROGRAM_FUSE_NORM) && !is_vector(op->gain, x)) return false;
@@ -200,6 +209,8 @@ bool program_write_plan(const struct program *p, struct buf *out)
       buf_printf(out, "  %s %s [%lld][%lld]%s", w->name, sits_dtype_info(w->dtype)->name, (long long)w->dims[0], (long long)w->dims[1],
                  op->parts[k].bias != NULL ? " +bias" : "");
     }
+    if (op->act != NULL && op->act->kind != ACT_BACKEND) buf_printf(out, "  x in %s", act_kind_name(op->act->kind));
+    if (op->act != NULL && op->act->n_outliers > 0) buf_printf(out, " but for %d channels", (int)op->act->n_outliers);
     for (size_t f = 0; f < sizeof fusion_names / sizeof *fusion_names; f++)
       if (op->fused & fusion_names[f].bit) buf_printf(out, " +%s", fusion_names[f].name);
     buf_append_char(out, '\n');

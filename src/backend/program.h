@@ -16,6 +16,7 @@
  *                                         [ADD: in r; out y = r + W_0 x + b_0, in place on r allowed]
  *                                         [SWIGLU: two parts; out y = silu(W_0 x) * (W_1 x)]
  *                                         [QKV: three parts q k v; then as ROPE with bit ROPE; out q alone, k and v go to the cache]
+ *                 x is rounded as op.act says before it is multiplied (after the norm, where that is fused); NULL: as the backend likes
  *   HEAD_NORM     x             y         RMSNORM of each head's D values with gain [D]; in place allowed
  *   ROPE          x             y         rotate each head's pairs by position * inv_freq; in place allowed
  *                                         [ROPE: in q k v, out q: head norms where q_gain/k_gain are set, rotation of q and k, append]
@@ -36,6 +37,7 @@
 #include "base/buf.h"
 #include "sits2026/status.h"
 #include "sits2026/utd.h"
+#include "tensor/act_format.h"
 
 #define PROGRAM_MAX_PARTS 3
 #define PROGRAM_NONE (-1)            /* no such buffer */
@@ -94,6 +96,7 @@ struct program_op {
   int32_t in[3], out[3];             /* buffers in the table's order, PROGRAM_NONE beyond. LINEAR with ADD: in[0] x, in[1] r */
   int32_t n_parts;                   /* LINEAR, EMBED (one) */
   struct program_part parts[PROGRAM_MAX_PARTS];
+  const struct act_format *act;      /* LINEAR: how x is rounded; borrowed; NULL = ACT_BACKEND */
   const struct sits_utd *gain;       /* RMSNORM, HEAD_NORM; LINEAR with NORM; ADD with ADD_NORM */
   const struct sits_utd *q_gain, *k_gain; /* [D] LINEAR with QKV, ROPE with ROPE; NULL where the model has none */
 };

@@ -70,16 +70,19 @@ static enum sits_status read_template(const struct service *service, const struc
       return sits_fail(err, SITS_FORMAT, "tokenizer.chat_template is too large");
     return SITS_OK;
   }
-  const char *path = source_hf_file(source, "chat_template.jinja");
-  if (path) return read_file(path, out, err);
-  path = source_hf_file(source, "tokenizer_config.json");
-  if (!path) return SITS_OK;
-  json_t *config;
-  enum sits_status status = json_parse_file(path, &json_limits_file, &config, err);
+  static const char template_file[] = "chat_template.jinja", config_file[] = "tokenizer_config.json";
+  if (source_hf_has(source, template_file)) return source_hf_read(source, template_file, out, err);
+  if (!source_hf_has(source, config_file)) return SITS_OK;
+  json_t *config = NULL;
+  struct buf file;
+  buf_init(&file, json_limits_file.max_bytes);
+  enum sits_status status = source_hf_read(source, config_file, &file, err);
+  if (!status) status = json_parse(file.data, file.size, &json_limits_file, &config, err);
+  buf_fini(&file);
   if (status) return status;
   const json_t *text = template_of_config(config);
   if (json_is_string(text) && !buf_append(out, json_string_value(text), json_string_length(text)))
-    status = sits_fail(err, SITS_FORMAT, "%s: chat_template is too large", path);
+    status = sits_fail(err, SITS_FORMAT, "%s: chat_template is too large", config_file);
   json_decref(config);
   return status;
 }

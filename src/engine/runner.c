@@ -6,12 +6,10 @@
 #include "base/clock.h"
 #include "model/arch.h"
 
-static enum sits_status choose_codec(const char *name, enum kv_codec *out, struct sits_error *err)
+/* wish: what the model's file was made for, NULL = nothing special. */
+static enum sits_status choose_codec(const char *name, const char *wish, enum kv_codec *out, struct sits_error *err)
 {
-  if (!name || strcmp(name, "auto") == 0) {
-    *out = KV_F16;
-    return SITS_OK;
-  }
+  if (!name || strcmp(name, "auto") == 0) name = wish && strcmp(wish, "none") != 0 ? wish : kv_codec_name(KV_F16);
   for (int codec = 0; codec < KV_CODEC_COUNT; codec++) {
     if (strcmp(name, kv_codec_name((enum kv_codec)codec)) != 0) continue;
     *out = (enum kv_codec)codec;
@@ -48,8 +46,8 @@ enum sits_status runner_open(struct runner *runner, const struct runner_options 
 {
   *runner = (struct runner){0};
   int64_t start_us = clock_monotonic_us();
-  enum sits_status status = choose_codec(options->kv_codec, &runner->codec, err);
-  if (!status) status = model_open(options->model_path, &runner->model, err);
+  enum sits_status status = model_open(options->model_path, &runner->model, err);
+  if (!status) status = choose_codec(options->kv_codec, runner->model->kv_codec, &runner->codec, err);
   runner->open_us = clock_monotonic_us() - start_us;
   if (!status) status = open_backend(runner, options, err);
   if (!status) status = compile(runner, options, err);

@@ -28,6 +28,7 @@ void graph_destroy(struct graph *graph)
 }
 
 void graph_set_layer(struct graph *graph, int32_t layer) { graph->layer = layer; }
+void graph_set_act(struct graph *graph, const struct act_format *act) { graph->act = act; }
 
 static graph_value fail(struct graph *graph, enum sits_status status, const char *what, const char *name)
 {
@@ -123,6 +124,7 @@ graph_value graph_linear(struct graph *graph, graph_value x, const struct sits_u
   if (node == NULL) return -1;
   node->n_parts = 1;
   node->parts[0] = (struct program_part){.weight = weight, .bias = bias};
+  node->act = graph->act;
   return result(node);
 }
 

@@ -30,6 +30,10 @@ void graph_destroy(struct graph *graph);
 /* Layer that the ops appended from now on belong to; PROGRAM_NONE outside. */
 void graph_set_layer(struct graph *graph, int32_t layer);
 
+/* How the inputs of the LINEARs appended from now on are rounded (borrowed; NULL: as the backend likes). LINEARs are grouped only where it
+ * is the same object. */
+void graph_set_act(struct graph *graph, const struct act_format *act);
+
 graph_value graph_embed(struct graph *graph, const struct sits_utd *table);                           /* [T][E]; table [V][E] */
 graph_value graph_rmsnorm(struct graph *graph, graph_value x, const struct sits_utd *gain);           /* gain [width of x] */
 graph_value graph_linear(struct graph *graph, graph_value x, const struct sits_utd *weight, const struct sits_utd *bias, /* bias or NULL */

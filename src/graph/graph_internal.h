@@ -16,6 +16,7 @@ struct graph_node {
   graph_value out[3];                /* values made; -1 = none */
   int32_t n_parts;
   struct program_part parts[PROGRAM_MAX_PARTS];
+  const struct act_format *act;
   const struct sits_utd *gain, *q_gain, *k_gain;
   bool is_dead;                      /* absorbed by another node */
 };
@@ -29,6 +30,7 @@ struct graph {
   struct graph_value_info *values;   /* [n_values] */
   int32_t n_nodes, nodes_capacity, n_values, values_capacity;
   int32_t layer;                     /* current */
+  const struct act_format *act;      /* current */
   graph_value output;
   enum sits_status status;           /* first failure */
   struct sits_error error;

@@ -149,7 +149,8 @@ static void group_linears(struct graph *g)
     if (!is_plain(first, PROGRAM_LINEAR)) continue;
     for (int32_t j = i + 1; j < g->n_nodes && first->n_parts < PROGRAM_MAX_PARTS; j++) {
       struct graph_node *other = &g->nodes[j];
-      if (!is_plain(other, PROGRAM_LINEAR) || other->in[0] != first->in[0] || other->layer != first->layer) continue;
+      if (!is_plain(other, PROGRAM_LINEAR) || other->in[0] != first->in[0] || other->layer != first->layer ||
+          other->act != first->act) continue;
       first->parts[first->n_parts] = other->parts[0];
       first->out[first->n_parts++] = other->out[0];
       other->is_dead = true;
@@ -332,7 +333,8 @@ static void emit_node(struct allocation *a, int32_t index)
   const struct graph *g = a->graph;
   const struct graph_node *node = &g->nodes[index];
   struct program_op *op = &a->program->ops[a->program->n_ops++];
-  *op = (struct program_op){.kind = node->kind, .fused = node->fused, .layer = node->layer, .n_parts = node->n_parts, .gain = node->gain,
+  *op = (struct program_op){.kind = node->kind, .fused = node->fused, .layer = node->layer, .n_parts = node->n_parts, .act = node->act,
+                            .gain = node->gain,
                             .q_gain = node->q_gain, .k_gain = node->k_gain};
   memcpy(op->parts, node->parts, sizeof op->parts);
   const int taken = in_place_input(a, node, index);

@@ -6,17 +6,21 @@
 static graph_value arch_layer(struct graph *g, const struct model_layer *w, graph_value x)
 {
   graph_value h = graph_rmsnorm(g, x, w->attn_norm);                             /* [T][E] */
+  graph_set_act(g, &w->act[MODEL_SITE_QKV]);
   graph_value q = graph_linear(g, h, w->wq, w->bq, "q");                         /* [T][H*D] */
   graph_value k = graph_linear(g, h, w->wk, w->bk, "k");                         /* [T][G*D] */
   graph_value v = graph_linear(g, h, w->wv, w->bv, "v");                         /* [T][G*D] */
   q = graph_rope(g, graph_head_norm(g, q, w->q_norm));
   k = graph_rope(g, graph_head_norm(g, k, w->k_norm));
   graph_value attended = graph_attention(g, q, graph_kv_append(g, k, v));        /* [T][H*D] */
+  graph_set_act(g, &w->act[MODEL_SITE_O]);
   x = graph_add(g, x, graph_linear(g, attended, w->wo, w->bo, "attn_out"));      /* [T][E] */
 
   h = graph_rmsnorm(g, x, w->ffn_norm);                                          /* [T][E] */
+  graph_set_act(g, &w->act[MODEL_SITE_GATE_UP]);
   graph_value gate = graph_linear(g, h, w->w_gate, NULL, "gate");                /* [T][F] */
   graph_value up = graph_linear(g, h, w->w_up, NULL, "up");                      /* [T][F] */
+  graph_set_act(g, &w->act[MODEL_SITE_DOWN]);
   return graph_add(g, x, graph_linear(g, graph_swiglu(g, gate, up), w->w_down, NULL, "down")); /* [T][E] */
 }
 
@@ -29,6 +33,7 @@ void arch_build(const struct model *model, struct graph *g)
   }
   graph_set_layer(g, PROGRAM_NONE);
   graph_value h = graph_rmsnorm(g, graph_select_rows(g, x), model->output_norm); /* [R][E] */
+  graph_set_act(g, &model->head_act);
   graph_output(g, graph_linear(g, h, model->output, NULL, "logits"));            /* [R][V] */
 }
 

@@ -80,9 +80,11 @@ struct binder {
   struct sits_error *err;
 };
 
-/* Vectors are read as floats; matrices may also be in GGUF's blocks. */
-static bool is_weight_type(enum sits_dtype dtype, bool is_vector)
+/* Vectors are read as floats; matrices may also be in GGUF's blocks, or, in an engine file, integers with scales. */
+static bool is_weight_type(const struct sits_utd *t, bool is_vector)
 {
+  const enum sits_dtype dtype = t->dtype;
+  if (t->quant != SITS_QUANT_NONE) return !is_vector && (dtype == SITS_DTYPE_I4 || dtype == SITS_DTYPE_I8);
   if (dtype == SITS_DTYPE_F32 || dtype == SITS_DTYPE_F16 || dtype == SITS_DTYPE_BF16) return true;
   return !is_vector && dtype >= SITS_DTYPE_Q4_0 && dtype <= SITS_DTYPE_Q6_K;
 }
@@ -92,7 +94,7 @@ static enum sits_status check_shape(const struct binder *b, const struct sits_ut
   bool is_vector = columns == 0;
   char printable[NAME_INDEX_MAX_PRINTED], want[48], got[96];
   const char *path = name_path_tail(source_path(b->model->source));
-  if (!is_weight_type(t->dtype, is_vector))
+  if (!is_weight_type(t, is_vector))
     return sits_fail_param(b->err, SITS_UNSUPPORTED, t->name, "%s: tensor '%s': type %s is not supported here", path,
                            name_printable(printable, t->name, strlen(t->name)), sits_dtype_info(t->dtype)->name);
   if (is_vector ? t->n_dims == 1 && t->dims[0] == rows : t->n_dims == 2 && t->dims[0] == rows && t->dims[1] == columns) return SITS_OK;
@@ -241,6 +243,7 @@ static enum sits_status load(struct model *m, struct sits_error *err)
   for (int32_t i = 0; i < m->config.n_layers && !status; i++) status = bind_layer(&b, i);
   if (!status) status = compute_rope(&b);
   if (!status) status = check_all_used(&b);
+  if (!status) status = model_read_engine(m, err);
   name_index_fini(&b.used);
   return status;
 }
@@ -264,6 +267,7 @@ void model_close(struct model *m)
   mem_free(m->layers);
   mem_free(m->rope_inv_freq);
   mem_free(m->synthetic);
+  mem_free(m->outliers);
   if (m->source) source_close(m->source);
   mem_free(m);
 }

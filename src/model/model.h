@@ -8,6 +8,7 @@
 
 #include "sits2026/status.h"
 #include "sits2026/utd.h"
+#include "tensor/act_format.h"
 #include "tensor/source.h"
 
 enum model_arch { MODEL_LLAMA, MODEL_QWEN2, MODEL_QWEN3 };
@@ -42,6 +43,9 @@ struct model_config {
   char name[96];               /* general.name or the directory's base name */
 };
 
+/* The inputs of a layer's matrix products. */
+enum model_site { MODEL_SITE_QKV, MODEL_SITE_O, MODEL_SITE_GATE_UP, MODEL_SITE_DOWN, MODEL_SITES };
+
 struct model_layer {           /* NULL where the architecture has none */
   const struct sits_utd *attn_norm;                /* [E] */
   const struct sits_utd *wq, *wk, *wv, *wo;        /* [H*D][E], [G*D][E], [G*D][E], [E][H*D] */
@@ -49,6 +53,7 @@ struct model_layer {           /* NULL where the architecture has none */
   const struct sits_utd *q_norm, *k_norm;          /* [D] */
   const struct sits_utd *ffn_norm;                 /* [E] */
   const struct sits_utd *w_gate, *w_up, *w_down;   /* [F][E], [F][E], [E][F] */
+  struct act_format act[MODEL_SITES];              /* ACT_BACKEND unless the file is an engine file that says otherwise */
 };
 
 struct model {
@@ -61,6 +66,9 @@ struct model {
   float rope_magnitude;                            /* multiplies cos and sin (yarn); 1 otherwise */
   struct model_layer *layers;                      /* [L], owned */
   struct sits_utd *synthetic;                      /* owned weights without data, of a model without a file; else NULL */
+  struct act_format head_act;
+  int32_t *outliers;                               /* what all act_formats point into; owned */
+  const char *kv_codec;                            /* an engine file's wish ("int4"); NULL: none */
 };
 
 /* Open and check shapes and types of every weight. Errors name the key or tensor. */
@@ -69,5 +77,6 @@ enum sits_status model_open(const char *path, struct model **out, struct sits_er
 enum sits_status model_synthetic(const char *name, struct model **out, struct sits_error *err) SITS_MUST_CHECK;
 void model_close(struct model *model);
 const char *model_arch_name(enum model_arch arch);
+const char *model_site_name(enum model_site site); /* "qkv", "o", "gate_up", "down" */
 
 #endif

@@ -21,6 +21,9 @@ enum sits_status model_read_hf(const struct source *source, struct model_config 
 /* Bounds and relations that hold for every model; run after either reader. */
 enum sits_status model_check_config(const struct source *source, const struct model_config *config, struct sits_error *err) SITS_MUST_CHECK;
 
+/* Activation formats and KV codec from an engine file's meta; nothing happens with other files. Errors name the layer and site. */
+enum sits_status model_read_engine(struct model *model, struct sits_error *err) SITS_MUST_CHECK;
+
 /* inv_freq: [rope_dims/2]. factors: [rope_dims/2] divisors that the file brings along, or NULL. Returns the magnitude of cos and sin. */
 float model_rope_frequencies(const struct model_config *config, const float *factors, float *inv_freq);
 /* 0.1 * ln(factor) * mscale + 1: YaRN's attention temperature (arXiv:2309.00071, section 3.4). */

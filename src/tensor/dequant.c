@@ -1,6 +1,6 @@
 /* See dequant.h. Scalar and plain: backends have their own fast paths, and these are what they are checked against. Each block format is
  * described where it is read; products are rounded to float32 in the same order as the `gguf` package does, so results are equal bit for
- * bit (the build sets -ffp-contract=off). Entry point: dequant_row. */
+ * bit (the build sets -ffp-contract=off). Entry points: dequant_row, dequant_tensor_row. */
 #include "tensor/dequant.h"
 
 #include <assert.h>
@@ -228,4 +228,31 @@ void dequant_row(enum sits_dtype dtype, const void *data, int64_t n, float *out)
   }
   assert(n % info->block_elements == 0);
   for (int64_t i = 0; i < n; i += info->block_elements, p += info->block_bytes) reader(p, out + i);
+}
+
+static float side_value(const struct sits_utd *utd, const void *values, int64_t index)
+{
+  float wide;
+  if (utd->scale_dtype == SITS_DTYPE_F16) return load_half((const uint8_t *)values + 2 * index);
+  memcpy(&wide, (const uint8_t *)values + 4 * index, sizeof wide);
+  return wide;
+}
+
+void dequant_tensor_row(const struct sits_utd *utd, int64_t row, float *out)
+{
+  const struct sits_dtype_info *info = sits_dtype_info(utd->dtype);
+  int64_t n = utd->dims[1];
+  const uint8_t *p = (const uint8_t *)utd->data + (size_t)row * (size_t)(n / info->block_elements) * (size_t)info->block_bytes;
+  if (utd->quant == SITS_QUANT_NONE) {
+    dequant_row(utd->dtype, p, n, out);
+    return;
+  }
+  int64_t group = utd->quant == SITS_QUANT_GROUP ? utd->group_size : n, n_groups = (n + group - 1) / group;
+  int offset = utd->dtype == SITS_DTYPE_I4 && !utd->minimums ? 8 : 0;
+  for (int64_t i = 0; i < n; i++) {
+    int q = utd->dtype == SITS_DTYPE_I4 ? (p[i / 2] >> (i % 2 * 4) & 15) - offset : (int8_t)p[i];
+    int64_t at = row * n_groups + i / group;
+    out[i] = side_value(utd, utd->scales, at) * (float)q;
+    if (utd->minimums) out[i] += side_value(utd, utd->minimums, at);
+  }
 }

@@ -14,4 +14,7 @@ uint16_t float_to_bf16(float value);          /* round to nearest even */
 /* Expand n elements (a multiple of the block size) that start at `data`. out: [n] f32. dtype: any float or Q* type, or I8. */
 void dequant_row(enum sits_dtype dtype, const void *data, int64_t n, float *out);
 
+/* Row `row` of a row-major 2-D tensor, whatever its type, groups and scales. out: [dims[1]]. Scales are F16 or F32, groups along axis 1. */
+void dequant_tensor_row(const struct sits_utd *utd, int64_t row, float *out);
+
 #endif

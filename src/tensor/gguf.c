@@ -38,6 +38,8 @@ struct gguf {
   struct arena arena;               /* positions of string arrays */
   struct value *values;
   uint64_t n_values;
+  uint32_t version;
+  size_t values_at, values_end;     /* the keys and values in the file */
   struct sits_utd *tensors;
   uint64_t *offsets;                /* of each tensor within the data section; needed while opening */
   uint64_t n_tensors;
@@ -292,7 +294,7 @@ static enum sits_status place_tensors(struct gguf *g, const struct cursor *c, st
 static enum sits_status parse_header(struct gguf *g, struct cursor *c, struct sits_error *err)
 {
   const unsigned char *magic;
-  uint32_t version;
+  uint32_t version = 0;
   if (!take(c, 4, &magic) || memcmp(magic, "GGUF", 4) != 0) return sits_fail(err, SITS_FORMAT, "%s: not a GGUF file", g->name);
   if (!take_u32(c, &version)) return sits_fail(err, SITS_FORMAT, "%s: the file ends inside its header", g->name);
   if ((version & 0xFFFF) == 0 && version != 0)
@@ -301,6 +303,8 @@ static enum sits_status parse_header(struct gguf *g, struct cursor *c, struct si
     return sits_fail(err, SITS_UNSUPPORTED, "%s: GGUF version %u is not supported (2 and 3 are)", g->name, (unsigned)version);
   if (!take_u64(c, &g->n_tensors) || !take_u64(c, &g->n_values))
     return sits_fail(err, SITS_FORMAT, "%s: the file ends inside its header", g->name);
+  g->version = version;
+  g->values_at = c->at;
   uint64_t room = c->n_bytes - c->at;
   if (g->n_tensors > MAX_TENSORS || g->n_tensors > room / MIN_TENSOR_ENTRY_BYTES)
     return sits_fail(err, SITS_FORMAT, "%s: the header claims %llu tensors", g->name, (unsigned long long)g->n_tensors);
@@ -322,6 +326,7 @@ static enum sits_status parse_all(struct gguf *g, struct sits_error *err)
   if (!has_memory)
     return sits_fail(err, SITS_NOMEM, "%s: out of memory for the header", g->name);
   for (uint64_t i = 0; i < g->n_values && status == SITS_OK; i++) status = parse_value(g, &c, i, err);
+  g->values_end = c.at;
   for (uint64_t i = 0; i < g->n_tensors && status == SITS_OK; i++) status = parse_tensor(g, &c, i, err);
   if (status == SITS_OK) status = place_tensors(g, &c, err);
   mem_free(g->offsets);
@@ -501,6 +506,14 @@ bool gguf_array_f64(const struct gguf *g, const char *key, uint64_t index, doubl
   const struct value *v = find(g, key, true);
   if (!v || index >= v->count || type_bytes[v->type] == 0) return false;
   return load_real(v->type, v->data + index * type_bytes[v->type], out);
+}
+
+const unsigned char *gguf_metadata(const struct gguf *g, size_t *n_bytes, uint64_t *n_values, uint32_t *version)
+{
+  *n_bytes = g->values_end - g->values_at;
+  *n_values = g->n_values;
+  *version = g->version;
+  return g->data + g->values_at;
 }
 
 int64_t gguf_n_tensors(const struct gguf *g) { return (int64_t)g->n_tensors; }

@@ -37,6 +37,10 @@ bool gguf_array_string(const struct gguf *gguf, const char *key, uint64_t index,
 bool gguf_array_i64(const struct gguf *gguf, const char *key, uint64_t index, int64_t *out);
 bool gguf_array_f64(const struct gguf *gguf, const char *key, uint64_t index, double *out);
 
+/* The bytes of all keys and values, as in the file, and their number: a GGUF file of version `version` with this part and no tensors is
+ * a model's metadata by itself. Borrowed. */
+const unsigned char *gguf_metadata(const struct gguf *gguf, size_t *n_bytes, uint64_t *n_values, uint32_t *version);
+
 int64_t gguf_n_tensors(const struct gguf *gguf);
 const struct sits_utd *gguf_tensor_at(const struct gguf *gguf, int64_t index);
 const struct sits_utd *gguf_tensor(const struct gguf *gguf, const char *name);

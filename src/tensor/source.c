@@ -1,6 +1,6 @@
-/* See source.h. A GGUF file is one reader; a Hugging Face directory is config.json, a list of its files, and one or many safetensors
- * readers whose tensors share one index. File names that the shard index gives are taken only as plain names inside the directory.
- * Entry point: source_open. */
+/* See source.h; source_engine.c opens engine files. A GGUF file is one reader; a Hugging Face directory is config.json, a list of its
+ * files, and one or many safetensors readers whose tensors share one index. File names that the shard index gives are taken only as plain
+ * names inside the directory. Entry point: source_open. */
 #include "tensor/source.h"
 
 #include <dirent.h>
@@ -9,31 +9,14 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "base/arena.h"
 #include "base/json.h"
 #include "base/mem.h"
 #include "tensor/gguf.h"
 #include "tensor/name_index.h"
 #include "tensor/safetensors.h"
+#include "tensor/source_internal.h"
 
 enum { MAX_SHARDS = 4096, MAX_FILES = 16384 };
-
-struct source {
-  enum source_kind kind;
-  char *path;
-  const char *name;                     /* tail of path, for errors */
-  struct gguf *gguf;
-  /* Hugging Face directory */
-  struct arena arena;                   /* paths of files */
-  const char **files;                   /* [n_files] full paths */
-  size_t n_files, files_capacity;
-  json_t *config;
-  struct safetensors **shards;          /* [n_shards] */
-  size_t n_shards, shards_capacity;
-  const struct sits_utd **tensors;      /* [n_tensors] of all shards */
-  int64_t n_tensors;
-  struct name_index index;
-};
 
 static const char single_file[] = "model.safetensors", shard_index[] = "model.safetensors.index.json";
 
@@ -87,6 +70,29 @@ const char *source_hf_file(const struct source *s, const char *name)
   for (size_t i = 0; i < s->n_files; i++)
     if (strcmp(base_name(s->files[i]), name) == 0) return s->files[i];
   return NULL;
+}
+
+bool source_hf_has(const struct source *s, const char *name)
+{
+  size_t n_bytes;
+  return s->engine ? engine_file_blob(s->engine, name, &n_bytes) != NULL : source_hf_file(s, name) != NULL;
+}
+
+enum sits_status source_hf_read(const struct source *s, const char *name, struct buf *out, struct sits_error *err)
+{
+  struct mapfile map = {0};
+  const char *path = NULL;
+  if (!source_hf_has(s, name)) return sits_fail(err, SITS_NOT_FOUND, "%s: no %s", s->name, name);
+  if (s->engine) {
+    map.data = engine_file_blob(s->engine, name, &map.n_bytes);
+  } else {
+    path = source_hf_file(s, name);
+    enum sits_status status = mapfile_open(&map, path, err);
+    if (status != SITS_OK) return status;
+  }
+  bool fits = buf_append(out, map.data ? (const void *)map.data : "", map.n_bytes);
+  if (path) mapfile_close(&map);
+  return fits ? SITS_OK : sits_fail(err, SITS_TOO_LARGE, "%s: %s is too large", s->name, name);
 }
 
 /* JSON that is too large or malformed is a malformed file here, not a bad request. */
@@ -255,7 +261,8 @@ enum sits_status source_open(const char *path, struct source **out, struct sits_
   } else {
     for (size_t n = strlen(s->path); n > 1 && s->path[n - 1] == '/'; n--) s->path[n - 1] = '\0';
     s->name = name_path_tail(s->path);
-    status = S_ISDIR(st.st_mode) ? open_hf(s, err) : open_gguf(s, err);
+    if (S_ISDIR(st.st_mode)) status = open_hf(s, err);
+    else status = engine_file_is(path) ? source_open_engine(s, err) : open_gguf(s, err);
   }
   if (status == SITS_OK) *out = s;
   else source_close(s);
@@ -266,6 +273,7 @@ void source_close(struct source *s)
 {
   if (!s) return;
   gguf_close(s->gguf);
+  engine_file_close(s->engine);
   name_index_fini(&s->index);
   mem_free((void *)s->tensors);
   for (size_t i = 0; i < s->n_shards; i++) safetensors_close(s->shards[i]);
@@ -283,29 +291,33 @@ enum source_kind source_kind(const struct source *s) { return s->kind; }
 const char *source_path(const struct source *s) { return s->path; }
 const struct gguf *source_gguf(const struct source *s) { return s->gguf; }
 const json_t *source_hf_config(const struct source *s) { return s->config; }
-int64_t source_n_tensors(const struct source *s) { return s->gguf ? gguf_n_tensors(s->gguf) : s->n_tensors; }
+int64_t source_n_tensors(const struct source *s) { return s->gguf && !s->engine ? gguf_n_tensors(s->gguf) : s->n_tensors; }
+const struct engine_file *source_engine(const struct source *s) { return s->engine; }
+const json_t *source_engine_meta(const struct source *s) { return s->engine ? engine_file_meta(s->engine) : NULL; }
 
 const struct sits_utd *source_tensor_at(const struct source *s, int64_t index)
 {
-  if (s->gguf) return gguf_tensor_at(s->gguf, index);
+  if (s->gguf && !s->engine) return gguf_tensor_at(s->gguf, index);
   return index >= 0 && index < s->n_tensors ? s->tensors[index] : NULL;
 }
 
 const struct sits_utd *source_tensor(const struct source *s, const char *name)
 {
-  if (s->gguf) return gguf_tensor(s->gguf, name);
+  if (s->gguf && !s->engine) return gguf_tensor(s->gguf, name);
   int64_t number = name_index_find(&s->index, name, strlen(name));
   return number >= 0 ? s->tensors[number] : NULL;
 }
 
 void source_drop_pages(const struct source *s, const struct sits_utd *tensor)
 {
-  if (s->gguf) gguf_drop_pages(s->gguf, tensor);
+  if (s->engine) engine_file_drop(s->engine, tensor);
+  else if (s->gguf) gguf_drop_pages(s->gguf, tensor);
   for (size_t i = 0; i < s->n_shards; i++) safetensors_drop_pages(s->shards[i], tensor);
 }
 
 uint64_t source_file_bytes(const struct source *s)
 {
+  if (s->engine) return engine_file_bytes(s->engine);
   uint64_t n = s->gguf ? gguf_file_bytes(s->gguf) : 0;
   for (size_t i = 0; i < s->n_shards; i++) n += safetensors_file_bytes(s->shards[i]);
   return n;

@@ -1,5 +1,7 @@
-/* The dtype table and shape arithmetic of include/sits2026/utd.h. */
+/* The dtype table and shape arithmetic of include/sits2026/utd.h, and the names of act_format.h. */
 #include "sits2026/utd.h"
+
+#include "tensor/act_format.h"
 
 static const struct sits_dtype_info dtype_table[SITS_DTYPE_COUNT] = {
 #define ROW(name, text, elements, bytes) [SITS_DTYPE_##name] = {text, elements, bytes},
@@ -25,4 +27,10 @@ int64_t sits_utd_row_major_bytes(const struct sits_utd *utd)
   if (n < 0 || row % info->block_elements != 0) return -1;
   if (__builtin_mul_overflow(n / info->block_elements, (int64_t)info->block_bytes, &bytes)) return -1;
   return bytes;
+}
+
+const char *act_kind_name(enum act_kind kind)
+{
+  static const char *const names[ACT_KINDS] = {"backend", "float", "int8", "int4"};
+  return names[kind];
 }

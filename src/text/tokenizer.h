@@ -27,6 +27,9 @@ void token_list_fini(struct token_list *list);
 bool token_list_push(struct token_list *list, int32_t id); /* false: out of memory */
 
 enum sits_status tokenizer_load_json(const char *tokenizer_json_path, struct tokenizer **out, struct sits_error *err) SITS_MUST_CHECK;
+/* The same from its text; `name` stands for the path in errors. */
+enum sits_status tokenizer_parse_json(const char *text, size_t n_bytes, const char *name, struct tokenizer **out, struct sits_error *err)
+    SITS_MUST_CHECK;
 enum sits_status tokenizer_load_gguf(const struct gguf *gguf, struct tokenizer **out, struct sits_error *err) SITS_MUST_CHECK;
 /* From whatever the model is (GGUF metadata, or tokenizer.json + tokenizer_config.json of the directory). */
 enum sits_status tokenizer_load(const struct source *source, struct tokenizer **out, struct sits_error *err) SITS_MUST_CHECK;

@@ -256,14 +256,11 @@ static enum sits_status read_all(struct reading *r)
   return status;
 }
 
-enum sits_status tokenizer_load_json(const char *path, struct tokenizer **out, struct sits_error *err)
+static enum sits_status build(const json_t *root, const char *path, struct tokenizer **out, struct sits_error *err)
 {
-  json_t *root = NULL;
   struct sits_error inner = {0};
-  struct reading r = {.err = &inner};
-  enum sits_status status = json_parse_file(path, &json_limits_file, &root, err);
-  if (status) return status;
-  r.root = root;
+  struct reading r = {.err = &inner, .root = root};
+  enum sits_status status;
   r.tokenizer = tokenizer_new();
   status = r.tokenizer ? read_all(&r) : SITS_NOMEM;
   if (!status) {
@@ -276,6 +273,25 @@ enum sits_status tokenizer_load_json(const char *path, struct tokenizer **out, s
   mem_free(r.text);
   mem_free(r.n_bytes);
   mem_free(r.merges);
+  return status;
+}
+
+enum sits_status tokenizer_load_json(const char *path, struct tokenizer **out, struct sits_error *err)
+{
+  json_t *root = NULL;
+  enum sits_status status = json_parse_file(path, &json_limits_file, &root, err);
+  if (!status) status = build(root, path, out, err);
+  json_decref(root);
+  return status;
+}
+
+enum sits_status tokenizer_parse_json(const char *text, size_t n_bytes, const char *name, struct tokenizer **out, struct sits_error *err)
+{
+  json_t *root = NULL;
+  struct sits_error inner = {0};
+  enum sits_status status = json_parse(text, n_bytes, &json_limits_file, &root, &inner);
+  if (status) return sits_fail(err, status, "%s: %s", name, inner.text);
+  status = build(root, name, out, err);
   json_decref(root);
   return status;
 }

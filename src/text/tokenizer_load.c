@@ -42,22 +42,36 @@ static bool take_tokenizer_config(struct tokenizer *tokenizer, const json_t *con
   return tokenizer_add_end(tokenizer, eos);
 }
 
+static enum sits_status parse_named(const char *name, const struct buf *text, json_t **out, struct sits_error *err)
+{
+  struct sits_error inner = {0};
+  enum sits_status status = json_parse(text->data, text->size, &json_limits_file, out, &inner);
+  return status ? sits_fail(err, status, "%s: %s", name, inner.text) : SITS_OK;
+}
+
 static enum sits_status load_hf(const struct source *source, struct tokenizer **out, struct sits_error *err)
 {
   static const char *const files[] = {"tokenizer_config.json", "generation_config.json"};
-  const char *path = source_hf_file(source, "tokenizer.json");
-  if (!path && source_hf_file(source, "tokenizer.model"))
+  static const char tokenizer_file[] = "tokenizer.json";
+  bool has_file = source_hf_has(source, tokenizer_file);
+  if (!has_file && source_hf_has(source, "tokenizer.model"))
     return sits_fail(err, SITS_UNSUPPORTED, "%s: tokenizer.model alone is not supported, tokenizer.json is needed", source_path(source));
-  if (!path) return sits_fail(err, SITS_NOT_FOUND, "%s: no tokenizer.json", source_path(source));
+  if (!has_file) return sits_fail(err, SITS_NOT_FOUND, "%s: no tokenizer.json", source_path(source));
   struct tokenizer *tokenizer = NULL;
-  enum sits_status status = tokenizer_load_json(path, &tokenizer, err);
+  struct buf text;
+  buf_init(&text, json_limits_file.max_bytes);
+  enum sits_status status = source_hf_read(source, tokenizer_file, &text, err);
+  if (!status) status = tokenizer_parse_json(text.data, text.size, tokenizer_file, &tokenizer, err);
   for (int i = 0; i < 2 && !status; i++) {
     json_t *config = NULL;
-    if (!(path = source_hf_file(source, files[i]))) continue;
-    status = json_parse_file(path, &json_limits_file, &config, err);
+    if (!source_hf_has(source, files[i])) continue;
+    buf_clear(&text);
+    status = source_hf_read(source, files[i], &text, err);
+    if (!status) status = parse_named(files[i], &text, &config, err);
     if (!status && !(i == 0 ? take_tokenizer_config(tokenizer, config) : take_config(tokenizer, config))) status = SITS_NOMEM;
     json_decref(config);
   }
+  buf_fini(&text);
   if (!status && !take_config(tokenizer, source_hf_config(source))) status = SITS_NOMEM;
   if (status) tokenizer_destroy(tokenizer);
   else *out = tokenizer;

@@ -123,6 +123,8 @@ static enum sits_status cpu_wait(struct backend_program *p, struct backend_resul
   return SITS_OK;
 }
 
+static void cpu_observe(struct backend_program *p, const struct backend_observer *observer) { p->observer = *observer; }
+
 const struct backend_vtable backend_cpu = {
     .abi = BACKEND_ABI,
     .name = "cpu",
@@ -142,4 +144,5 @@ const struct backend_vtable backend_cpu = {
     .kv_write_page = cpu_kv_write_page,
     .submit = cpu_submit,
     .wait = cpu_wait,
+    .observe = cpu_observe,
 };

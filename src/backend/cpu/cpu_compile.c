@@ -229,6 +229,37 @@ static enum sits_status make_steps(struct backend_program *p, struct sits_error 
   return status != SITS_OK ? status : make_phases(p, err);
 }
 
+/* ---- activations ---- */
+
+static enum sits_status plan_activations(struct backend_program *p, struct sits_error *err)
+{
+  size_t n = 0;
+  for (int32_t i = 0; i < p->n_steps; i++) {
+    struct cpu_step *step = &p->steps[i];
+    if (step->op->kind != PROGRAM_LINEAR || step->op->act == NULL) continue;
+    step->act = step->op->act->kind;
+    for (int k = 0; k < step->n_parts; k++) {
+      const struct cpu_weight *w = step->parts[k].weight;
+      const enum sits_status status = cpu_act_check(w, step->op->parts[k].weight->name, step->op->act, err);
+      if (status != SITS_OK) return status;
+      if (step->act == ACT_FLOAT && cpu_expand_bytes(w) > p->expand_bytes) p->expand_bytes = cpu_expand_bytes(w);
+    }
+    if (step->act == ACT_INT4) n += (size_t)step->in_width;
+  }
+  p->has_int4 = n > 0;
+  p->outlier_flags = mem_calloc(n, 1);
+  if (p->outlier_flags == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  uint8_t *at = p->outlier_flags;
+  for (int32_t i = 0; i < p->n_steps; i++) {
+    struct cpu_step *step = &p->steps[i];
+    if (step->act != ACT_INT4) continue;
+    for (int32_t k = 0; k < step->op->act->n_outliers; k++) at[step->op->act->outliers[k]] = 1;
+    step->is_outlier = at;
+    at += step->in_width;
+  }
+  return SITS_OK;
+}
+
 /* ---- arena: two passes over the same walk, the first to measure, the second to hand out ---- */
 
 struct layout { unsigned char *base; size_t used; };
@@ -245,7 +276,7 @@ static float *carve_floats(struct layout *l, size_t n) { return carve(l, n * siz
 /* Bytes of the largest activation in each format for n tokens, and the widest input of a LINEAR. */
 static void activation_sizes(const struct backend_program *p, int32_t n, size_t bytes[CPU_ACT_FORMATS], int32_t *widest)
 {
-  bytes[CPU_ACT_F32] = bytes[CPU_ACT_Q8] = 0;
+  for (int f = 0; f < CPU_ACT_FORMATS; f++) bytes[f] = 0;
   *widest = 1;
   for (int32_t i = 0; i < p->n_steps; i++) {
     const struct cpu_step *step = &p->steps[i];
@@ -253,8 +284,10 @@ static void activation_sizes(const struct backend_program *p, int32_t n, size_t 
     if (step->in_width > *widest) *widest = step->in_width;
     for (int k = 0; k < step->n_parts; k++) {
       const struct cpu_weight *w = step->parts[k].weight;
-      const size_t size = cpu_act_bytes(w, n);
-      if (size > bytes[cpu_act_format(w)]) bytes[cpu_act_format(w)] = size;
+      const size_t size = cpu_act_bytes_as(w, step->act, n);
+      const enum cpu_act_format format = cpu_act_format_as(w, step->act);
+      if (size > bytes[format]) bytes[format] = size;
+      if (step->act == ACT_INT4 && size > bytes[CPU_ACT_SIDE]) bytes[CPU_ACT_SIDE] = size;
     }
   }
 }
@@ -283,6 +316,8 @@ static void lay_out_worker(struct backend_program *p, struct layout *l, struct c
   for (int f = 0; f < CPU_ACT_FORMATS; f++) w->act[f] = carve(l, act[f]);
   w->normed = carve_floats(l, (size_t)widest * CPU_PRIVATE_TOKENS);
   w->strip = carve_floats(l, p->strip_floats);
+  if (p->has_int4) w->side = carve_floats(l, p->strip_floats);
+  w->rows_f32 = carve(l, p->expand_bytes);
   w->scratch = carve(l, CPU_MATMUL_SCRATCH_BYTES);
   w->q = carve_floats(l, rows * (size_t)dims->head_dim);
   w->scores = carve_floats(l, rows * CPU_CHUNK_TOKENS);
@@ -363,6 +398,7 @@ enum sits_status cpu_compile(struct backend *backend, const struct program *prog
   p->max_rows = backend->options.max_seqs;
   if ((status = pack_weights(p, err)) != SITS_OK) goto fail;
   if ((status = make_steps(p, err)) != SITS_OK) goto fail;
+  if ((status = plan_activations(p, err)) != SITS_OK) goto fail;
   if ((status = expand_vectors(p, err)) != SITS_OK) goto fail;
   if ((status = make_arena(p, err)) != SITS_OK) goto fail;
   *out = p;
@@ -385,6 +421,7 @@ void cpu_program_destroy(struct backend_program *p)
   mem_free(p->phases);
   mem_free(p->shares);
   mem_free(p->vectors);
+  mem_free(p->outlier_flags);
   mem_free(p->buffers);
   mem_free(p->workers);
   mem_free(p->arena);

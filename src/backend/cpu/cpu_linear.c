@@ -18,9 +18,9 @@ static void quantize(const struct linear *l, const float *x, int32_t t0, int32_t
   bool is_done[CPU_ACT_FORMATS] = {false};
   for (int i = 0; i < l->step->n_parts; i++) {
     const struct cpu_weight *w = l->step->parts[i].weight;
-    const enum cpu_act_format format = cpu_act_format(w);
+    const enum cpu_act_format format = cpu_act_format_as(w, l->step->act);
     if (is_done[format]) continue;
-    cpu_act_quantize(w, x, l->step->in_width, l->n, t0, t1, act[format]);
+    cpu_act_make(w, l->step->act, l->step->is_outlier, x, l->step->in_width, l->n, t0, t1, act[format], act[CPU_ACT_SIDE]);
     is_done[format] = true;
   }
 }
@@ -35,13 +35,34 @@ static void prepare(const struct linear *l, int32_t t0, int32_t t1, float *norme
       l->ops->rmsnorm(x + t * width, l->step->gain, (int32_t)width, l->p->program->dims.rms_eps, normed + t * width);
     x = normed;
   }
+  if (l->p->observer.fn != NULL && l->n > CPU_PRIVATE_TOKENS)
+    l->p->observer.fn(l->p->observer.user, l->step->op, x + t0 * width, t0, t1 - t0, (int32_t)width);
   quantize(l, x, t0, t1, act);
+}
+
+static int64_t panel_rows(const struct linear *l, int n_strips);
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* y[0] belongs to row r0. */
+static void multiply_act(const struct linear *l, const struct cpu_weight *w, int64_t r0, int64_t r1, float *y, int64_t ldy)
+{
+  const enum cpu_act_format format = cpu_act_format_as(w, l->step->act);
+  if (format != cpu_act_format(w)) cpu_matmul_expanded(w, l->act[format], l->n, r0, r1, y - r0, ldy, l->worker->rows_f32);
+  else cpu_matmul(w, l->act[format], l->n, r0, r1, y - r0, ldy, l->worker->scratch);
+  if (l->step->act != ACT_INT4 || l->step->op->act->n_outliers == 0) return;
+  const int64_t panel = panel_rows(l, 1);
+  float *side = l->worker->side;
+  for (int64_t a = r0; a < r1; a += panel) {
+    const int64_t b = least(a + panel, r1), n = b - a;
+    cpu_matmul(w, l->act[CPU_ACT_SIDE], l->n, a, b, side - a, n, l->worker->scratch);
+    for (int32_t t = 0; t < l->n; t++) l->ops->add(y + t * ldy + (a - r0), side + t * n, (int32_t)n, y + t * ldy + (a - r0));
+  }
 }
 
 /* Rows r0..r1, row r0 landing at y[0]; cpu_matmul itself counts from row 0. */
 static void multiply(const struct linear *l, const struct cpu_part *part, int64_t r0, int64_t r1, float *y, int64_t ldy)
 {
-  cpu_matmul(part->weight, l->act[cpu_act_format(part->weight)], l->n, r0, r1, y - r0, ldy, l->worker->scratch);
+  multiply_act(l, part->weight, r0, r1, y, ldy);
   if (part->bias == NULL) return;
   for (int32_t t = 0; t < l->n; t++) l->ops->add(y + t * ldy, part->bias + r0, (int32_t)(r1 - r0), y + t * ldy);
 }
@@ -52,8 +73,6 @@ static int64_t panel_rows(const struct linear *l, int n_strips)
   const int64_t unit = l->step->unit, fit = (int64_t)l->p->strip_floats / (n_strips * l->n) / unit * unit;
   return fit < unit ? unit : fit;
 }
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Plain outputs go straight to their buffers. */
 static void plain_part(const struct linear *l, struct cpu_range range)

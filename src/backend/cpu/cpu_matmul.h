@@ -30,7 +30,8 @@ enum cpu_act_format {
 
 struct cpu_weight;
 
-/* Pack a row-major 2-D weight {rows, K} of dtype F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K. Thread-safe.
+/* Pack a row-major 2-D weight {rows, K} of dtype F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K,
+ * or I4 or I8 in the neutral layout (f16 scales per channel or per group of a multiple of 32 along K). Thread-safe.
  * SITS_UNSUPPORTED for another dtype, quantisation or layout, SITS_FORMAT for bad dims or too few bytes (naming the tensor), SITS_NOMEM. */
 enum sits_status cpu_weight_create(const struct sits_utd *w, enum cpu_isa isa, struct cpu_weight **out, struct sits_error *err)
     SITS_MUST_CHECK;

@@ -54,17 +54,31 @@ static void plan_layout(struct cpu_weight *w)
   w->n_bytes = tiles * w->tile_bytes;
 }
 
+/* The block format that a tensor of the neutral layout equals once its scales stand at every 32 elements; false: the CPU takes no such
+ * one. */
+static bool neutral_dtype(const struct sits_utd *u, enum sits_dtype *out)
+{
+  bool is_four = u->dtype == SITS_DTYPE_I4, has_min = u->minimums != NULL;
+  if ((!is_four && u->dtype != SITS_DTYPE_I8) || u->scale_dtype != SITS_DTYPE_F16 || u->scales == NULL || u->n_dims != 2) return false;
+  if (u->quant == SITS_QUANT_GROUP && (u->group_axis != 1 || u->group_size <= 0 || u->group_size % CPU_GROUP != 0)) return false;
+  if (u->dims[1] % CPU_GROUP != 0) return false;
+  *out = is_four ? (has_min ? SITS_DTYPE_Q4_1 : SITS_DTYPE_Q4_0) : has_min ? SITS_DTYPE_I8 : SITS_DTYPE_Q8_0;
+  return true;
+}
+
 static enum sits_status describe(const struct sits_utd *u, enum cpu_isa isa, struct cpu_weight *w, struct sits_error *err)
 {
   int64_t bytes;
   memset(w, 0, sizeof *w);
   if ((unsigned)u->dtype >= SITS_DTYPE_COUNT) return sits_fail(err, SITS_UNSUPPORTED, "%s: unknown element type", u->name);
   w->dtype = u->dtype;
-  w->format = cpu_quant_format(u->dtype);
+  if (u->quant != SITS_QUANT_NONE && !neutral_dtype(u, &w->dtype))
+    return sits_fail(err, SITS_UNSUPPORTED, "%s: the CPU takes I4 and I8 in groups of a multiple of 32 with f16 scales", u->name);
+  w->format = u->quant == SITS_QUANT_NONE && u->dtype == SITS_DTYPE_I8 ? NULL : cpu_quant_format(w->dtype);
   if (!w->format && !float_bytes(u->dtype))
     return sits_fail(err, SITS_UNSUPPORTED, "%s: the CPU multiplies no weights of type %s", u->name, sits_dtype_info(u->dtype)->name);
-  if (u->quant != SITS_QUANT_NONE || u->layout != SITS_LAYOUT_ROW_MAJOR || u->place == SITS_PLACE_DEVICE)
-    return sits_fail(err, SITS_UNSUPPORTED, "%s: the CPU packs row-major host tensors whose scales lie in their blocks", u->name);
+  if (u->layout != SITS_LAYOUT_ROW_MAJOR || u->place == SITS_PLACE_DEVICE)
+    return sits_fail(err, SITS_UNSUPPORTED, "%s: the CPU packs row-major host tensors", u->name);
   if (u->n_dims != 2 || u->dims[0] <= 0 || u->dims[1] <= 0 || u->dims[0] > INT32_MAX || u->dims[1] > INT32_MAX)
     return sits_fail(err, SITS_FORMAT, "%s: a weight needs two positive dimensions", u->name);
   bytes = sits_utd_row_major_bytes(u);
@@ -291,6 +305,38 @@ static void pack_row_super(const struct cpu_weight *w, const uint8_t *row, size_
   }
 }
 
+/* 32 elements as in utd.h, element 2i before 2i + 1 in a byte, to GGUF's order, i beside i + 16. */
+static void pair_halves(const uint8_t *in, uint8_t *out)
+{
+  for (int i = 0; i < 8; i++) {
+    uint8_t first = in[i], second = in[8 + i];
+    out[2 * i] = (uint8_t)((first & 15) | second << 4);
+    out[2 * i + 1] = (uint8_t)(first >> 4 | (second & 0xf0));
+  }
+}
+
+static void pack_row_neutral(const struct cpu_weight *w, const struct sits_utd *u, int64_t row, size_t r, int64_t tile)
+{
+  const size_t n = (size_t)w->tile, stride = n * 4;
+  const bool is_four = u->dtype == SITS_DTYPE_I4;
+  const int64_t group = u->quant == SITS_QUANT_GROUP ? u->group_size : w->k, n_groups = (w->k + group - 1) / group;
+  const uint8_t *data = (const uint8_t *)u->data + (size_t)row * (size_t)w->k / (is_four ? 2 : 1);
+  for (int64_t g = 0; g < w->k / CPU_GROUP; g++) {
+    uint8_t *scales = cpu_weight_header(w, tile, g) + (size_t)(g % w->chunk_groups) * 2 * n;
+    uint8_t *lane = cpu_weight_planes(w, tile, g) + 4 * r;
+    const size_t at = 2 * (size_t)(row * n_groups + g * CPU_GROUP / group);
+    memcpy(scales + 2 * r, (const uint8_t *)u->scales + at, 2);
+    if (u->minimums) memcpy(scales + 2 * n + 2 * r, (const uint8_t *)u->minimums + at, 2);
+    if (is_four) {
+      uint8_t paired[CPU_GROUP / 2];
+      pair_halves(data + g * (CPU_GROUP / 2), paired);
+      put_words(paired, 4, 0, lane, stride);
+    } else {
+      put_words(data + g * CPU_GROUP, 8, 0x80808080U, lane, stride);
+    }
+  }
+}
+
 static void pack_row_float(const struct cpu_weight *w, const uint8_t *row, size_t r, uint8_t *tile)
 {
   size_t n = (size_t)w->tile;
@@ -302,7 +348,7 @@ static void pack_row_float(const struct cpu_weight *w, const uint8_t *row, size_
 
 void cpu_weight_pack(struct cpu_weight *w, const struct sits_utd *source, int64_t r0, int64_t r1)
 {
-  const struct sits_dtype_info *info = sits_dtype_info(w->dtype);
+  const struct sits_dtype_info *info = sits_dtype_info(source->dtype);
   size_t row_bytes = (size_t)(w->k / info->block_elements) * (size_t)info->block_bytes;
   for (int64_t t = r0 / w->tile; t * w->tile < r1; t++) {
     uint8_t *tile = w->data + (size_t)t * w->tile_bytes;
@@ -310,7 +356,8 @@ void cpu_weight_pack(struct cpu_weight *w, const struct sits_utd *source, int64_
     if (n < w->tile) memset(tile, 0, w->tile_bytes); /* rows past the last are zero: scale 0, minimum 0 */
     for (int64_t r = 0; r < n; r++) {
       const uint8_t *row = (const uint8_t *)source->data + (size_t)(t * w->tile + r) * row_bytes;
-      if (!w->format) pack_row_float(w, row, (size_t)r, tile);
+      if (source->quant != SITS_QUANT_NONE) pack_row_neutral(w, source, t * w->tile + r, (size_t)r, t);
+      else if (!w->format) pack_row_float(w, row, (size_t)r, tile);
       else if (w->format->is_super) pack_row_super(w, row, (size_t)r, t);
       else pack_row_simple(w, row, (size_t)r, t);
     }

@@ -21,13 +21,15 @@
 #include <stdint.h>
 
 #include "backend/backend.h"
+#include "backend/cpu/cpu_act.h"
 #include "backend/cpu/cpu_kv.h"
 #include "backend/cpu/cpu_matmul.h"
 #include "backend/cpu/cpu_ops.h"
 #include "backend/cpu/cpu_pool.h"
 #include "backend/program.h"
 
-#define CPU_ACT_FORMATS 2            /* rows of enum cpu_act_format */
+#define CPU_ACT_FORMATS 3            /* rows of enum cpu_act_format, and the outliers of ACT_INT4 */
+#define CPU_ACT_SIDE 2
 #define CPU_PRIVATE_TOKENS 2         /* up to this many tokens each worker normalises and quantises for itself: cheaper than a phase */
 #define CPU_TOKENS_PER_ITEM 8        /* of the steps that work token by token */
 #define CPU_BYTES_PER_ITEM (64 << 10) /* of packed weight in one item of a LINEAR, about: a few microseconds of reading */
@@ -62,6 +64,8 @@ struct cpu_step {                    /* all [init] */
   int32_t n_ranges;
   int32_t unit;                      /* rows: panels are cut at multiples of it */
   const float *gain, *q_gain, *k_gain;
+  enum act_kind act;                 /* how the input of a LINEAR is rounded */
+  const uint8_t *is_outlier;         /* ACT_INT4: [in_width] */
 };
 
 enum cpu_phase_kind { CPU_PHASE_PREPARE, CPU_PHASE_MAIN, CPU_PHASE_APPEND };
@@ -76,6 +80,8 @@ struct cpu_worker {                  /* own cache lines */
   void *act[CPU_ACT_FORMATS];        /* CPU_PRIVATE_TOKENS tokens */
   float *normed;                     /* [CPU_PRIVATE_TOKENS][widest input] */
   float *strip;                      /* outputs of a panel before the epilogue: [strip_floats] */
+  float *side;                       /* products of the outliers: as strip; NULL without ACT_INT4 */
+  void *rows_f32;                    /* rows as f32 for ACT_FLOAT with quantised weights: [expand_bytes] */
   void *scratch;                     /* CPU_MATMUL_SCRATCH_BYTES */
   float *q;                          /* [rows][D] packed, scaled queries */
   float *scores;                     /* [rows][CPU_CHUNK_TOKENS] */
@@ -119,6 +125,10 @@ struct backend_program {
   struct cpu_weight_entry *weights;  /* [n_weights] */
   void *region;                      /* packed weights */
   float *vectors;                    /* biases and gains */
+  uint8_t *outlier_flags;            /* of all steps with ACT_INT4 */
+  size_t expand_bytes;
+  bool has_int4;
+  struct backend_observer observer;  /* see backend.h */
   unsigned char *arena;              /* buffers and workers' scratch */
   float **buffers;                   /* [program->n_buffers] into the arena */
   void *act[CPU_ACT_FORMATS];        /* [shared] max(max_tokens, max_rows) tokens */

@@ -16,6 +16,9 @@
  *     2 bits: 2 vectors, vector v in bits 2(v % 4) of vector v / 4
  *     1 bit:  1 vector, vector v in bit v
  *
+ * Tensors of the neutral layout (I4, I8 with f16 scales, groups a multiple of 32) are packed as what they equal: I4 as Q4_1, without
+ * minimums as Q4_0; I8 without minimums as Q8_0, with them as the row I8 of the map, for which no block format exists.
+ *
  * Packed float weight: [tile][K][W] in the stored type.
  *
  * Activation, CPU_ACT_Q8. x is approximated by s * (a + z) per token and group of 32: a is s8, z an integer, both in -127..127, s f32;
@@ -54,7 +57,7 @@
 #define CPU_FORMAT_MAP(X) \
   X(Q4_0, 4, 0, 1, 0, 0, 0, 8)   X(Q4_1, 4, 0, 1, 1, 0, 0, 0)  X(Q5_0, 4, 1, 1, 0, 0, 0, 16) X(Q5_1, 4, 1, 1, 1, 0, 0, 0) \
   X(Q8_0, 8, 0, 1, 0, 0, 0, 128) X(Q2_K, 2, 0, 2, 1, 1, 1, 0)  X(Q3_K, 2, 1, 2, 0, 1, 0, 4)  X(Q4_K, 4, 0, 1, 1, 1, 0, 0) \
-  X(Q5_K, 4, 1, 1, 1, 1, 0, 0)   X(Q6_K, 4, 2, 2, 0, 1, 0, 32)
+  X(Q5_K, 4, 1, 1, 1, 1, 0, 0)   X(Q6_K, 4, 2, 2, 0, 1, 0, 32) X(I8, 8, 0, 1, 1, 0, 0, 128)
 
 /* Kernels take a row of the map as constant arguments, so that each type has its own straight code. W: rows of the level's tile. */
 #define CPU_FORMAT_PARAMS int low, int high, int halves, int mins, int super, int nibble, int offset

@@ -1,0 +1,291 @@
+/* See quant_weight.h. Entry point: quant_convert, which keeps a grid (keep_*), copies floats (convert_float) or rounds (convert_integer).
+ * */
+#include "quant/quant_weight.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "quant/quant_gptq.h"
+#include "tensor/dequant.h"
+
+#define BLOCK 32
+
+/* ---- one group ---- */
+
+static float half_round(float v) { return half_to_float(float_to_half(v)); }
+
+int32_t quant_round(const struct quant_grid *grid, float value)
+{
+  if (!(grid->scale > 0)) return 0 < grid->lowest ? grid->lowest : 0;
+  const float q = rintf((value - grid->minimum) / grid->scale);
+  return q < (float)grid->lowest ? grid->lowest : q > (float)grid->highest ? grid->highest : (int32_t)q;
+}
+
+/* I4: q is u, 0..15, with minimums, else u - 8, -8..7. I8: -128..127 with minimums (offset into the minimum), else -127..127. */
+static struct quant_grid make_grid(float lo, float hi, int bits, bool has_minimum)
+{
+  struct quant_grid grid = {0};
+  if (has_minimum) {
+    grid.lowest = bits == 4 ? 0 : -128;
+    grid.highest = bits == 4 ? 15 : 127;
+    grid.scale = half_round((hi - lo) / (float)(grid.highest - grid.lowest));
+    grid.minimum = half_round(lo - grid.scale * (float)grid.lowest);
+  } else {
+    const float most = fabsf(lo) > fabsf(hi) ? fabsf(lo) : fabsf(hi);
+    grid.lowest = bits == 4 ? -8 : -127;
+    grid.highest = bits == 4 ? 7 : 127;
+    grid.scale = half_round(most / (bits == 4 ? 7.0F : 127.0F));
+  }
+  return grid;
+}
+
+static double grid_error(const struct quant_grid *grid, const float *x, const float *weight, int64_t n)
+{
+  double sum = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const float e = quant_value(grid, quant_round(grid, x[i])) - x[i];
+    sum += (double)(e * e) * (weight ? (double)weight[i] : 1.0);
+  }
+  return sum;
+}
+
+struct quant_grid quant_fit(const float *x, const float *weight, int64_t n, int bits, bool has_minimum, bool clip)
+{
+  float lo = x[0], hi = x[0];
+  for (int64_t i = 1; i < n; i++) {
+    lo = x[i] < lo ? x[i] : lo;
+    hi = x[i] > hi ? x[i] : hi;
+  }
+  struct quant_grid best = make_grid(lo, hi, bits, has_minimum);
+  if (!clip || bits != 4) return best;
+  double least = grid_error(&best, x, weight, n);
+  /* With a minimum the two ends move by themselves, in fewer steps; without one they move together. */
+  const int n_high = has_minimum ? 4 : 12, n_low = has_minimum ? 4 : 1;
+  const float step = has_minimum ? 0.12F : 0.04F, middle = has_minimum ? (lo + hi) * 0.5F : 0.0F;
+  for (int a = 0; a < n_high && least > 0; a++)
+    for (int b = 0; b < n_low; b++) {
+      const float keep_high = 1.0F - step * (float)a, keep_low = has_minimum ? 1.0F - step * (float)b : keep_high;
+      const struct quant_grid grid =
+          make_grid(middle + (lo - middle) * keep_low, middle + (hi - middle) * keep_high, bits, has_minimum);
+      const double error = grid_error(&grid, x, weight, n);
+      if (error < least) least = error, best = grid;
+    }
+  return best;
+}
+
+/* ---- whole tensors ---- */
+
+static enum sits_status no_memory(const char *name, struct sits_error *err)
+{
+  return sits_fail_param(err, SITS_NOMEM, name, "%s: out of memory", name);
+}
+
+void quant_tensor_fini(struct quant_tensor *tensor)
+{
+  mem_free(tensor->data);
+  mem_free(tensor->scales);
+  mem_free(tensor->minimums);
+  *tensor = (struct quant_tensor){0};
+}
+
+/* Room for a tensor of that type; scales for groups of `group`. */
+static bool allocate(struct quant_tensor *out, const struct sits_utd *source, enum sits_dtype dtype, int32_t group, bool has_minimum)
+{
+  struct sits_utd *u = &out->utd;
+  *u = (struct sits_utd){.dtype = dtype, .n_dims = 2, .dims = {source->dims[0], source->dims[1]}, .scale_dtype = SITS_DTYPE_F16,
+                         .layout = SITS_LAYOUT_ROW_MAJOR};
+  memcpy(u->name, source->name, sizeof u->name);
+  u->n_bytes = (size_t)sits_utd_row_major_bytes(u);
+  u->data = out->data = mem_calloc(1, u->n_bytes);
+  if (dtype != SITS_DTYPE_I4 && dtype != SITS_DTYPE_I8) return out->data != NULL;
+  const bool is_channel = group == 0;
+  const size_t n_groups = (size_t)(u->dims[0] * (is_channel ? 1 : u->dims[1] / group));
+  u->quant = is_channel ? SITS_QUANT_CHANNEL : SITS_QUANT_GROUP;
+  u->group_size = is_channel ? (int32_t)u->dims[1] : group;
+  u->group_axis = 1;
+  u->scales = out->scales = mem_calloc(n_groups, sizeof(uint16_t));
+  u->minimums = out->minimums = has_minimum ? mem_calloc(n_groups, sizeof(uint16_t)) : NULL;
+  return out->data && out->scales && (!has_minimum || out->minimums);
+}
+
+static void put4(uint8_t *row, int64_t i, int32_t u)
+{
+  row[i / 2] = (uint8_t)(i % 2 ? (row[i / 2] & 15) | u << 4 : (row[i / 2] & 0xf0) | u);
+}
+
+/* The source's squares, and for a kept tensor nothing else: it has no error. */
+static double sum_squares(const float *x, int64_t n)
+{
+  double sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
+  return sum;
+}
+
+/* Q4_0, Q4_1, Q8_0: 32 elements; element i beside i + 16 in a byte. */
+static void keep_block(const struct sits_utd *source, const uint8_t *block, struct quant_tensor *out, int64_t row, int64_t g)
+{
+  const int64_t index = row * (source->dims[1] / BLOCK) + g;
+  const size_t header = source->dtype == SITS_DTYPE_Q4_1 ? 4 : 2;
+  memcpy((uint16_t *)out->scales + index, block, 2);
+  if (header == 4) memcpy((uint16_t *)out->minimums + index, block + 2, 2);
+  if (source->dtype == SITS_DTYPE_Q8_0) {
+    memcpy((uint8_t *)out->data + index * BLOCK, block + header, BLOCK);
+    return;
+  }
+  uint8_t *to = (uint8_t *)out->data + index * (BLOCK / 2);
+  for (int i = 0; i < BLOCK; i++) put4(to, i, block[header + (size_t)i % 16] >> (i / 16 * 4) & 15);
+}
+
+static enum sits_status keep_grid(const struct sits_utd *source, struct quant_tensor *out, struct sits_error *err)
+{
+  const size_t block_bytes = (size_t)sits_dtype_info(source->dtype)->block_bytes;
+  const uint8_t *block = source->data;
+  const enum sits_dtype dtype = source->dtype == SITS_DTYPE_Q8_0 ? SITS_DTYPE_I8 : SITS_DTYPE_I4;
+  if (!allocate(out, source, dtype, BLOCK, source->dtype == SITS_DTYPE_Q4_1)) return no_memory(source->name, err);
+  for (int64_t row = 0; row < source->dims[0]; row++)
+    for (int64_t g = 0; g < source->dims[1] / BLOCK; g++, block += block_bytes) keep_block(source, block, out, row, g);
+  return SITS_OK;
+}
+
+static void keep_bytes(const struct sits_utd *source, struct quant_tensor *out)
+{
+  out->utd = *source;
+  out->utd.place = SITS_PLACE_HOST;
+}
+
+static enum sits_status bad_value(const struct sits_utd *source, const char *what, struct sits_error *err)
+{
+  return sits_fail_param(err, SITS_FORMAT, source->name, "tensor '%s': %s", source->name, what);
+}
+
+static enum sits_status convert_float(const struct sits_utd *source, float *row, struct quant_tensor *out, struct sits_error *err)
+{
+  double error = 0;
+  if (!allocate(out, source, SITS_DTYPE_F16, 0, false)) return no_memory(source->name, err);
+  const int64_t n = source->dims[1];
+  uint16_t *to = out->data;
+  for (int64_t r = 0; r < source->dims[0]; r++, to += n) {
+    dequant_tensor_row(source, r, row);
+    out->norm += sum_squares(row, n);
+    for (int64_t i = 0; i < n; i++) {
+      to[i] = float_to_half(row[i]);
+      const float back = half_to_float(to[i]);
+      if (!isfinite(back)) return bad_value(source, isfinite(row[i]) ? "a value does not fit 16-bit floats" : "a value is not finite", err);
+      error += (double)(back - row[i]) * (double)(back - row[i]);
+    }
+  }
+  out->error = sqrt(error);
+  out->norm = sqrt(out->norm);
+  out->bound = out->norm * 0x1p-11; /* relative rounding error of f16 */
+  out->is_kept = error == 0;
+  return SITS_OK;
+}
+
+static void store(struct quant_tensor *out, int64_t row, int64_t i, int32_t q)
+{
+  const struct sits_utd *u = &out->utd;
+  if (u->dtype == SITS_DTYPE_I8) ((int8_t *)out->data)[row * u->dims[1] + i] = (int8_t)q;
+  else put4((uint8_t *)out->data + row * u->dims[1] / 2, i, u->minimums ? q : q + 8);
+}
+
+static bool store_grid(struct quant_tensor *out, int64_t index, const struct quant_grid *grid)
+{
+  ((uint16_t *)out->scales)[index] = float_to_half(grid->scale);
+  if (out->minimums) ((uint16_t *)out->minimums)[index] = float_to_half(grid->minimum);
+  return isfinite(grid->scale) && isfinite(grid->minimum);
+}
+
+/* Rows to nearest, or with the error of each column pushed into those that follow (GPTQ). work: [K] f32. */
+static enum sits_status convert_integer(const struct sits_utd *source, const struct quant_spec *spec, const struct quant_hessian *hessian,
+                                        float *row, struct quant_tensor *out, struct sits_error *err)
+{
+  const int64_t n = source->dims[1], group = spec->group ? spec->group : n, n_groups = n / group;
+  const int bits = spec->dtype == SITS_DTYPE_I4 ? 4 : 8;
+  if (!allocate(out, source, spec->dtype, spec->group, spec->has_minimum)) return no_memory(source->name, err);
+  int32_t *q = mem_calloc((size_t)n, sizeof *q);
+  struct quant_grid *grids = mem_calloc((size_t)n_groups, sizeof *grids);
+  float *kept = mem_calloc((size_t)n, sizeof *kept);
+  double error = 0, bound = 0;
+  bool is_finite = true;
+  enum sits_status status = q && grids && kept ? SITS_OK : no_memory(source->name, err);
+  for (int64_t r = 0; r < source->dims[0] && !status; r++) {
+    dequant_tensor_row(source, r, row);
+    for (int64_t i = 0; i < n; i++) is_finite = is_finite && isfinite(row[i]);
+    if (!is_finite) status = bad_value(source, "a value is not finite", err);
+    if (status) break;
+    out->norm += sum_squares(row, n);
+    memcpy(kept, row, (size_t)n * sizeof *kept);
+    if (hessian) {
+      quant_gptq_row(hessian, row, group, bits, spec->has_minimum, spec->clip, grids, q);
+    } else {
+      for (int64_t g = 0; g < n_groups; g++) {
+        grids[g] = quant_fit(row + g * group, NULL, group, bits, spec->has_minimum, spec->clip);
+        for (int64_t i = g * group; i < (g + 1) * group; i++) q[i] = quant_round(&grids[g], row[i]);
+      }
+    }
+    for (int64_t g = 0; g < n_groups; g++) {
+      if (!store_grid(out, r * n_groups + g, &grids[g])) status = bad_value(source, "a scale does not fit 16-bit floats", err);
+      bound += (double)group * (double)grids[g].scale * (double)grids[g].scale / 12;
+    }
+    for (int64_t i = 0; i < n; i++) {
+      const double e = (double)quant_value(&grids[i / group], q[i]) - (double)kept[i];
+      error += e * e;
+      store(out, r, i, q[i]);
+    }
+  }
+  out->error = sqrt(error);
+  out->bound = sqrt(bound);
+  out->norm = sqrt(out->norm);
+  mem_free(q);
+  mem_free(grids);
+  mem_free(kept);
+  return status;
+}
+
+/* Does the source hold integers that are as good as the wanted ones already? */
+static bool is_on_grid(enum sits_dtype source, const struct quant_spec *spec)
+{
+  if (!spec->keep_grid) return false;
+  if (spec->dtype == SITS_DTYPE_I8) return source == SITS_DTYPE_Q8_0;
+  return spec->dtype == SITS_DTYPE_I4 && (source == SITS_DTYPE_Q4_0 || source == SITS_DTYPE_Q4_1 || source == SITS_DTYPE_Q4_K);
+}
+
+static enum sits_status take_norm(const struct sits_utd *source, float *row, struct quant_tensor *out)
+{
+  for (int64_t r = 0; r < source->dims[0]; r++) {
+    dequant_tensor_row(source, r, row);
+    out->norm += sum_squares(row, source->dims[1]);
+  }
+  out->norm = sqrt(out->norm);
+  out->is_kept = true;
+  return SITS_OK;
+}
+
+enum sits_status quant_convert(const struct sits_utd *source, const struct quant_spec *spec, const struct quant_hessian *hessian,
+                               struct quant_tensor *out, struct sits_error *err)
+{
+  struct quant_spec fitting = *spec;
+  const bool is_half = source->dtype == SITS_DTYPE_F16 || source->dtype == SITS_DTYPE_BF16;
+  enum sits_status status;
+  *out = (struct quant_tensor){0};
+  float *row = mem_calloc((size_t)source->dims[1], sizeof *row);
+  if (!row) return no_memory(source->name, err);
+  while (fitting.group > BLOCK && source->dims[1] % fitting.group != 0) fitting.group /= 2;
+  if (source->dims[1] % BLOCK != 0) fitting.dtype = SITS_DTYPE_F16;
+  if (fitting.dtype == SITS_DTYPE_F16 && is_half) {
+    keep_bytes(source, out);
+    status = take_norm(source, row, out);
+  } else if (fitting.dtype == SITS_DTYPE_F16) {
+    status = convert_float(source, row, out, err);
+  } else if (is_on_grid(source->dtype, &fitting)) {
+    if (source->dtype == SITS_DTYPE_Q4_K) keep_bytes(source, out);
+    status = source->dtype == SITS_DTYPE_Q4_K ? SITS_OK : keep_grid(source, out, err);
+    if (!status) status = take_norm(source, row, out);
+  } else {
+    status = convert_integer(source, &fitting, hessian, row, out, err);
+  }
+  mem_free(row);
+  if (status) quant_tensor_fini(out);
+  return status;
+}

@@ -1,0 +1,45 @@
+/* Rounding weights: from whatever a source holds to the neutral layout of the engine file (sits2026/utd.h, I4 and I8 with f16 scales).
+ *
+ * Grids that come along are kept bit for bit where asked: Q4_0 -> I4, Q4_1 -> I4 with minimums, Q8_0 -> I8, all in groups of 32; the same
+ * scales, minimums and integers. Others are rounded to nearest with a search for the range of least squared error, or by GPTQ.
+ * Theory of the report: a value rounded to a grid of step D has a squared error of D^2 / 12 on average, a matrix of m x n therefore a
+ * Frobenius error of (D / sqrt(12)) sqrt(mn); with steps that differ by group, sqrt(sum of D^2 / 12 over all values).
+ * No threads, no globals: different tensors may be rounded by different threads. */
+#ifndef SITS_QUANT_QUANT_WEIGHT_H
+#define SITS_QUANT_QUANT_WEIGHT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "sits2026/status.h"
+#include "sits2026/utd.h"
+
+struct quant_spec {
+  enum sits_dtype dtype;             /* F16, I8, I4 */
+  int32_t group;                     /* 0: per channel */
+  bool has_minimum, keep_grid, clip;
+};
+
+struct quant_hessian;                /* quant_gptq.h */
+
+struct quant_tensor {
+  struct sits_utd utd;               /* data, scales, minimums: owned below, or the source's own where it passed unchanged */
+  void *data, *scales, *minimums;    /* owned */
+  bool is_kept;                      /* same values as the source, to the bit */
+  double norm, error, bound;         /* Frobenius norms: of the source's values, of the difference, of the difference to expect */
+};
+
+/* source: 2-D, row-major, on the host. hessian: GPTQ with it; NULL: round to nearest. A shape that cannot be grouped by 32 becomes F16.
+ * SITS_FORMAT for values that are not finite or do not fit f16 (naming the tensor), SITS_NOMEM. */
+enum sits_status quant_convert(const struct sits_utd *source, const struct quant_spec *spec, const struct quant_hessian *hessian,
+                               struct quant_tensor *out, struct sits_error *err) SITS_MUST_CHECK;
+void quant_tensor_fini(struct quant_tensor *tensor);
+
+/* One group: step and minimum (0 when symmetric) as they will be stored, for n values; bits 4 or 8. weight: importance of each value,
+ * NULL = equal. Exposed for GPTQ and tests. */
+struct quant_grid { float scale, minimum; int32_t lowest, highest; }; /* value = scale * q + minimum, lowest <= q <= highest */
+struct quant_grid quant_fit(const float *x, const float *weight, int64_t n, int bits, bool has_minimum, bool clip);
+int32_t quant_round(const struct quant_grid *grid, float value);
+static inline float quant_value(const struct quant_grid *grid, int32_t q) { return grid->scale * (float)q + grid->minimum; }
+
+#endif

@@ -1,0 +1,61 @@
+/* sits2026-compile: from a model and a recipe to one engine file.
+ *
+ * Main path: main -> compile_run: model_open, recipe, compile_calibrate where the recipe needs activations (outliers, GPTQ), then
+ * compile_tensors rounds every matrix, compile_meta describes every site, and the writer puts both into the file. One thread, except for
+ * the backend's workers while calibrating. */
+#ifndef SITS_TOOLS_COMPILE_H
+#define SITS_TOOLS_COMPILE_H
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "model/model.h"
+#include "quant/quant_gptq.h"
+#include "quant/quant_recipe.h"
+#include "quant/quant_weight.h"
+#include "tensor/engine_file.h"
+
+struct compile_options {
+  const char *model, *output, *recipe, *target, *kv_cache_compress, *calibration, *report, *inspect;
+  int64_t calibration_windows, calibration_ctx, threads, hessian_memory;
+  bool recipes, recipe_help, quiet;
+};
+
+/* Number of the head's site; those of layer l are l * MODEL_SITES + site. */
+#define COMPILE_HEAD_SITE(model) ((model)->config.n_layers * MODEL_SITES)
+
+/* A matrix of the model: what it is multiplied with. */
+struct compile_matrix {
+  const struct sits_utd *source;
+  int32_t site;                      /* -1: no matrix product reads it (an embedding that is no head) */
+  bool is_outer;                     /* embedding or head */
+  struct quant_tensor made;
+};
+
+/* Input statistics of sites. */
+struct compile_stats {
+  int32_t n_sites;
+  double **energy;                   /* [n_sites] [width]: sum of squares of each channel; NULL where nothing was seen */
+  int64_t *n_tokens;                 /* [n_sites] */
+  float **hessian;                   /* [n_sites] [width][width] upper triangle of the sum of x x^T; only those asked for */
+};
+
+/* Run calibration text through the model and gather energies of all sites, and Hessians of sites first_site..last_site - 1. */
+enum sits_status compile_calibrate(const struct compile_options *options, const struct model *model, int32_t first_site, int32_t last_site,
+                                   struct compile_stats *out, struct sits_error *err) SITS_MUST_CHECK;
+void compile_stats_fini(struct compile_stats *stats);
+
+/* What one site reads: its activation format after recipe and statistics. outliers are allocated into out (mem_free). */
+enum sits_status compile_site_act(const struct quant_recipe *recipe, const struct model *model, int32_t site,
+                                  const struct compile_stats *stats, struct act_format *out, struct sits_error *err) SITS_MUST_CHECK;
+int32_t compile_site_width(const struct model *model, int32_t site);
+
+enum sits_status compile_run(const struct compile_options *options, struct sits_error *err) SITS_MUST_CHECK;
+enum sits_status compile_inspect(const char *path, struct sits_error *err) SITS_MUST_CHECK;
+
+/* Text to stdout, and JSON to path where it is not NULL. */
+enum sits_status compile_report(const struct compile_matrix *matrices, int64_t n, const char *path, bool is_quiet, struct sits_error *err)
+    SITS_MUST_CHECK;
+
+#endif

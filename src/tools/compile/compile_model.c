@@ -1,0 +1,410 @@
+/* The compilation itself. Entry point: compile_run. */
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+
+#include "backend/backend.h"
+#include "base/clock.h"
+#include "base/mem.h"
+#include "compile.h"
+#include "tensor/gguf.h"
+
+struct compilation {
+  const struct compile_options *options;
+  struct quant_recipe recipe;
+  struct model *model;
+  struct compile_stats stats;        /* energies; empty when the recipe needs none */
+  struct compile_matrix *matrices;   /* [n_matrices] in the order of the source */
+  int64_t n_matrices;
+  struct act_format *acts;           /* [sites + 1] outliers owned */
+  struct engine_writer *writer;
+  struct buf *blobs;                 /* [n_blobs] */
+  int n_blobs;
+  json_t *meta;
+};
+
+/* ---- what is asked for ---- */
+
+static enum sits_status check_target(const struct compile_options *o, const struct model *model, struct sits_error *err)
+{
+  if (strncmp(o->target, "cuda", 4) == 0)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "target", "target %s: this build packs engine files for the CPU only; use any or cpu",
+                           o->target);
+  if (strcmp(o->kv_cache_compress, "none") == 0) return SITS_OK;
+  const struct backend_vtable *cpu = backend_find("cpu");
+  struct kv_geometry geometry = {.n_layers = model->config.n_layers, .n_kv_heads = model->config.n_kv_heads,
+                                 .head_dim = model->config.head_dim, .n_pages = 1};
+  for (int codec = 0; codec < KV_CODEC_COUNT; codec++) {
+    geometry.codec = (enum kv_codec)codec;
+    if (strcmp(kv_codec_name(geometry.codec), o->kv_cache_compress) == 0 && cpu && cpu->kv_page_bytes(&geometry) > 0) return SITS_OK;
+  }
+  return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-compress", "kv-cache-compress %s is not supported for this model",
+                         o->kv_cache_compress);
+}
+
+static bool is_text(const char *a, const char *b) { return strcmp(a, b) == 0; }
+
+static enum act_kind kind_named(const char *name)
+{
+  return is_text(name, "int4") ? ACT_INT4 : is_text(name, "int8") ? ACT_INT8 : ACT_FLOAT;
+}
+
+static enum act_kind site_kind(const struct quant_recipe *r, const struct model *model, int32_t site)
+{
+  if (site == COMPILE_HEAD_SITE(model)) return kind_named(r->head_activations);
+  const int32_t layer = site / MODEL_SITES;
+  const bool is_down = site % MODEL_SITES == MODEL_SITE_DOWN && !is_text(r->down_activations, "same");
+  const enum act_kind kind = kind_named(is_down ? r->down_activations : r->activations);
+  const bool is_end = layer < r->int8_first_layers || layer >= model->config.n_layers - r->int8_last_layers;
+  return kind == ACT_INT4 && is_end ? ACT_INT8 : kind;
+}
+
+static bool needs_energies(const struct quant_recipe *r, const struct model *model)
+{
+  for (int32_t i = 0; i < COMPILE_HEAD_SITE(model); i++)
+    if (site_kind(r, model, i) == ACT_INT4 && r->outliers > 0) return true;
+  return false;
+}
+
+/* ---- sites ---- */
+
+struct ranked { double energy; int32_t channel; };
+
+static int by_energy(const void *a, const void *b)
+{
+  const struct ranked *x = a, *y = b;
+  if (x->energy != y->energy) return x->energy < y->energy ? 1 : -1;
+  return x->channel - y->channel;
+}
+
+static int by_channel(const void *a, const void *b) { return *(const int32_t *)a - *(const int32_t *)b; }
+
+enum sits_status compile_site_act(const struct quant_recipe *recipe, const struct model *model, int32_t site,
+                                  const struct compile_stats *stats,
+                                  struct act_format *out, struct sits_error *err)
+{
+  const int32_t width = compile_site_width(model, site);
+  *out = (struct act_format){.kind = site_kind(recipe, model, site)};
+  const int64_t most = width / 4, n = recipe->outliers < most ? recipe->outliers : most;
+  if (out->kind != ACT_INT4 || n == 0) return SITS_OK;
+  struct ranked *ranked = mem_calloc((size_t)width, sizeof *ranked);
+  int32_t *outliers = mem_calloc((size_t)n, sizeof *outliers);
+  if (!ranked || !outliers) {
+    mem_free(ranked);
+    mem_free(outliers);
+    return sits_fail(err, SITS_NOMEM, "out of memory for outliers");
+  }
+  for (int32_t c = 0; c < width; c++) ranked[c] = (struct ranked){stats->energy[site][c], c};
+  qsort(ranked, (size_t)width, sizeof *ranked, by_energy);
+  for (int64_t i = 0; i < n; i++) outliers[i] = ranked[i].channel;
+  qsort(outliers, (size_t)n, sizeof *outliers, by_channel);
+  mem_free(ranked);
+  out->n_outliers = (int32_t)n;
+  out->outliers = outliers;
+  return SITS_OK;
+}
+
+static enum sits_status make_acts(struct compilation *c, struct sits_error *err)
+{
+  const int32_t n = COMPILE_HEAD_SITE(c->model) + 1;
+  c->acts = mem_calloc((size_t)n, sizeof *c->acts);
+  if (!c->acts) return sits_fail(err, SITS_NOMEM, "out of memory");
+  enum sits_status status = SITS_OK;
+  for (int32_t i = 0; i < n && !status; i++) status = compile_site_act(&c->recipe, c->model, i, &c->stats, &c->acts[i], err);
+  return status;
+}
+
+/* ---- matrices ---- */
+
+/* The site that reads a matrix, or -2 for tensors that are no matrix of the model. */
+static int32_t site_of_matrix(const struct model *m, const struct sits_utd *w, bool *is_outer)
+{
+  *is_outer = w == m->output || w == m->tok_embd;
+  if (w == m->output) return COMPILE_HEAD_SITE(m);
+  if (w == m->tok_embd) return -1;
+  for (int32_t i = 0; i < m->config.n_layers; i++) {
+    const struct model_layer *l = &m->layers[i];
+    const int32_t base = i * MODEL_SITES;
+    if (w == l->wq || w == l->wk || w == l->wv) return base + MODEL_SITE_QKV;
+    if (w == l->wo) return base + MODEL_SITE_O;
+    if (w == l->w_gate || w == l->w_up) return base + MODEL_SITE_GATE_UP;
+    if (w == l->w_down) return base + MODEL_SITE_DOWN;
+  }
+  return -2;
+}
+
+static bool is_vector_of(const struct model *m, const struct sits_utd *w)
+{
+  if (w == m->output_norm || is_text(w->name, "rope_freqs.weight")) return true;
+  for (int32_t i = 0; i < m->config.n_layers; i++) {
+    const struct model_layer *l = &m->layers[i];
+    const struct sits_utd *const vectors[] = {l->attn_norm, l->bq, l->bk, l->bv, l->bo, l->q_norm, l->k_norm, l->ffn_norm};
+    for (size_t k = 0; k < sizeof vectors / sizeof vectors[0]; k++)
+      if (vectors[k] == w) return true;
+  }
+  return false;
+}
+
+static struct quant_spec spec_of(const struct quant_recipe *r, const struct compile_matrix *m)
+{
+  const enum sits_dtype source = m->source->dtype;
+  struct quant_spec spec = {.dtype = is_text(r->weights, "int4") ? SITS_DTYPE_I4 : is_text(r->weights,
+                                                                                           "int8") ? SITS_DTYPE_I8 : SITS_DTYPE_F16,
+                            .group = (int32_t)r->weight_group, .has_minimum = r->weight_minimum, .keep_grid = r->keep_grid,
+                            .clip = r->clip};
+  if (!m->is_outer) return spec;
+  const bool is_float = source == SITS_DTYPE_F32 || source == SITS_DTYPE_F16 || source == SITS_DTYPE_BF16;
+  const bool is_half = is_text(r->head, "f16") || (is_text(r->head, "keep") && is_float);
+  return (struct quant_spec){.dtype = is_half ? SITS_DTYPE_F16 : SITS_DTYPE_I8, .group = 32, .keep_grid = true};
+}
+
+/* "keep": blocks that have no neutral form travel as they are. */
+static bool passes(const struct quant_recipe *r, const struct compile_matrix *m)
+{
+  const enum sits_dtype source = m->source->dtype;
+  return m->is_outer && is_text(r->head, "keep") && source >= SITS_DTYPE_Q4_0 && source <= SITS_DTYPE_Q6_K && source != SITS_DTYPE_Q8_0;
+}
+
+/* An integer activation needs an integer weight; where a matrix became floats, its site is read unrounded. */
+static void settle_act(struct compilation *c, const struct compile_matrix *m)
+{
+  const enum sits_dtype made = m->made.utd.dtype;
+  if (m->site < 0 || (made != SITS_DTYPE_F16 && made != SITS_DTYPE_BF16 && made != SITS_DTYPE_F32)) return;
+  struct act_format *act = &c->acts[m->site];
+  mem_free((void *)act->outliers);
+  *act = (struct act_format){.kind = ACT_FLOAT};
+}
+
+static enum sits_status make_matrix(struct compilation *c, struct compile_matrix *m, const struct quant_hessian *hessian,
+                                    struct sits_error *err)
+{
+  const struct quant_spec spec = spec_of(&c->recipe, m);
+  if (passes(&c->recipe, m)) {
+    m->made = (struct quant_tensor){.utd = *m->source, .is_kept = true};
+    return SITS_OK;
+  }
+  const enum sits_status status = quant_convert(m->source, &spec, hessian, &m->made, err);
+  if (!status) settle_act(c, m);
+  return status;
+}
+
+static enum sits_status list_matrices(struct compilation *c, struct sits_error *err)
+{
+  const int64_t n = source_n_tensors(c->model->source);
+  c->matrices = mem_calloc((size_t)n, sizeof *c->matrices);
+  if (!c->matrices) return sits_fail(err, SITS_NOMEM, "out of memory");
+  for (int64_t i = 0; i < n; i++) {
+    struct compile_matrix m = {.source = source_tensor_at(c->model->source, i)};
+    m.site = site_of_matrix(c->model, m.source, &m.is_outer);
+    if (m.site != -2) c->matrices[c->n_matrices++] = m;
+  }
+  return SITS_OK;
+}
+
+/* Matrices of sites first..last-1, or those of no site as well with first 0; Hessians where the statistics have them. */
+static enum sits_status make_range(struct compilation *c, const struct compile_stats *stats, int32_t first, int32_t last,
+                                   struct sits_error *err)
+{
+  enum sits_status status = SITS_OK;
+  for (int32_t site = first; site < last && !status; site++) {
+    struct quant_hessian *hessian = NULL;
+    if (stats && stats->hessian[site]) status = quant_hessian_create(stats->hessian[site], compile_site_width(c->model, site), &hessian,
+                                                                     err);
+    for (int64_t i = 0; i < c->n_matrices && !status; i++)
+      if (c->matrices[i].site == site) status = make_matrix(c, &c->matrices[i], hessian, err);
+    quant_hessian_destroy(hessian);
+    if (!c->options->quiet && stats) fprintf(stderr, "\rrounding: site %d of %d", site + 1, COMPILE_HEAD_SITE(c->model));
+  }
+  return status;
+}
+
+/* GPTQ: as many sites at a time as their Hessians fit the memory; the text runs once for each such part. */
+static enum sits_status make_by_gptq(struct compilation *c, struct sits_error *err)
+{
+  const int32_t n = COMPILE_HEAD_SITE(c->model);
+  enum sits_status status = SITS_OK;
+  for (int32_t first = 0, last; first < n && !status; first = last) {
+    int64_t bytes = 0;
+    for (last = first; last < n; last++) {
+      const int64_t width = compile_site_width(c->model, last), more = width * width * (int64_t)sizeof(float);
+      if (last > first && bytes + more > c->options->hessian_memory) break;
+      bytes += more;
+    }
+    struct compile_stats stats;
+    status = compile_calibrate(c->options, c->model, first, last, &stats, err);
+    if (status) break;
+    status = make_range(c, &stats, first, last, err);
+    compile_stats_fini(&stats);
+  }
+  if (!c->options->quiet) fprintf(stderr, "\n");
+  return status;
+}
+
+static enum sits_status make_matrices(struct compilation *c, struct sits_error *err)
+{
+  const int32_t head = COMPILE_HEAD_SITE(c->model);
+  enum sits_status status = is_text(c->recipe.method, "gptq") ? make_by_gptq(c, err) : make_range(c, NULL, 0, head, err);
+  for (int64_t i = 0; i < c->n_matrices && !status; i++)
+    if (c->matrices[i].site < 0 || c->matrices[i].site == head) status = make_matrix(c, &c->matrices[i], NULL, err);
+  return status;
+}
+
+/* ---- the file ---- */
+
+/* Multiply-adds of the layers' matrices for a token, and how many of them have 4 bits on both sides. */
+static double share_4x4(const struct compilation *c)
+{
+  double all = 0, both = 0;
+  for (int64_t i = 0; i < c->n_matrices; i++) {
+    const struct compile_matrix *m = &c->matrices[i];
+    if (m->is_outer) continue;
+    const double rows = (double)m->made.utd.dims[0], width = (double)m->made.utd.dims[1];
+    const struct act_format *act = &c->acts[m->site];
+    const bool is_four = m->made.utd.dtype == SITS_DTYPE_I4 || m->made.utd.dtype == SITS_DTYPE_Q4_K;
+    all += rows * width;
+    if (is_four && act->kind == ACT_INT4) both += rows * (width - act->n_outliers);
+  }
+  return all > 0 ? both / all : 0;
+}
+
+static json_t *site_row(const struct compilation *c, int32_t site)
+{
+  const struct act_format *act = &c->acts[site];
+  const bool is_head = site == COMPILE_HEAD_SITE(c->model);
+  json_t *row = json_pack("{si ss ss}", "layer", is_head ? -1 : site / MODEL_SITES, "site",
+                          is_head ? "head" : model_site_name((enum model_site)(site % MODEL_SITES)), "act", act_kind_name(act->kind));
+  if (act->n_outliers == 0 || !row) return row;
+  json_t *list = json_array();
+  for (int32_t i = 0; i < act->n_outliers; i++) json_array_append_new(list, json_integer(act->outliers[i]));
+  json_object_set_new(row, "outliers", list);
+  return row;
+}
+
+static enum sits_status make_meta(struct compilation *c, struct sits_error *err)
+{
+  const struct compile_options *o = c->options;
+  json_t *sites = json_array();
+  for (int32_t i = 0; i <= COMPILE_HEAD_SITE(c->model); i++) json_array_append_new(sites, site_row(c, i));
+  c->meta = json_pack("{ss ss ss ss ss sf so}", "model", c->model->config.name, "origin",
+                      source_kind(c->model->source) == SOURCE_GGUF ? "gguf" : "hf", "recipe", c->recipe.name, "target", o->target,
+                      "kv_cache",
+                      o->kv_cache_compress, "share_4x4", share_4x4(c), "sites", sites);
+  return c->meta ? SITS_OK : sits_fail(err, SITS_NOMEM, "out of memory");
+}
+
+static bool append_u32(struct buf *b, uint32_t v) { return buf_append(b, &v, sizeof v); }
+static bool append_u64(struct buf *b, uint64_t v) { return buf_append(b, &v, sizeof v); }
+
+/* All keys and values, no tensors. */
+static enum sits_status add_gguf_blob(struct compilation *c, struct sits_error *err)
+{
+  size_t n_bytes;
+  uint64_t n_values;
+  uint32_t version;
+  const unsigned char *bytes = gguf_metadata(source_gguf(c->model->source), &n_bytes, &n_values, &version);
+  struct buf *b = &c->blobs[c->n_blobs++];
+  buf_init(b, n_bytes + 64);
+  if (!buf_append(b, "GGUF", 4) || !append_u32(b, version) || !append_u64(b, 0) || !append_u64(b, n_values) ||
+      !buf_append(b, bytes, n_bytes))
+    return sits_fail(err, SITS_NOMEM, "out of memory for the metadata");
+  return engine_writer_add_blob(c->writer, "metadata.gguf", b->data, b->size);
+}
+
+static const char *const hf_files[] = {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+                                       "chat_template.jinja"};
+enum { N_HF_FILES = sizeof hf_files / sizeof hf_files[0] };
+
+static enum sits_status add_blobs(struct compilation *c, struct sits_error *err)
+{
+  enum sits_status status = SITS_OK;
+  c->blobs = mem_calloc(N_HF_FILES, sizeof *c->blobs);
+  if (!c->blobs) return sits_fail(err, SITS_NOMEM, "out of memory");
+  if (source_kind(c->model->source) == SOURCE_GGUF) return add_gguf_blob(c, err);
+  for (int i = 0; i < N_HF_FILES && !status; i++) {
+    if (!source_hf_has(c->model->source, hf_files[i])) continue;
+    struct buf *b = &c->blobs[c->n_blobs++];
+    buf_init(b, (size_t)256 << 20);
+    status = source_hf_read(c->model->source, hf_files[i], b, err);
+    if (!status) status = engine_writer_add_blob(c->writer, hf_files[i], b->data ? b->data : "", b->size);
+  }
+  return status;
+}
+
+/* Tensors in the source's order, matrices as they were made, vectors as they are. */
+static enum sits_status add_tensors(struct compilation *c, struct sits_error *err)
+{
+  int64_t at = 0;
+  for (int64_t i = 0; i < source_n_tensors(c->model->source); i++) {
+    const struct sits_utd *source = source_tensor_at(c->model->source, i);
+    const bool is_matrix = at < c->n_matrices && c->matrices[at].source == source;
+    if (!is_matrix && !is_vector_of(c->model, source)) continue; /* takes no part: a stored copy of a tied head, old buffers */
+    const enum sits_status status = engine_writer_add_tensor(c->writer, is_matrix ? &c->matrices[at].made.utd : source);
+    if (status) return sits_fail_param(err, status, source->name, "tensor '%s' cannot be written", source->name);
+    at += is_matrix;
+  }
+  return SITS_OK;
+}
+
+static enum sits_status write_file(struct compilation *c, struct sits_error *err)
+{
+  enum sits_status status = engine_writer_create(&c->writer);
+  if (status) return sits_fail(err, status, "out of memory");
+  status = make_meta(c, err);
+  if (!status) status = add_tensors(c, err);
+  if (!status) status = add_blobs(c, err);
+  return status ? status : engine_writer_finish(c->writer, c->meta, c->options->output, err);
+}
+
+static void print_summary(const struct compilation *c, int64_t start_us)
+{
+  struct rusage usage = {0};
+  uint64_t n_bytes = 0;
+  for (int64_t i = 0; i < c->n_matrices; i++) {
+    const struct sits_utd *u = &c->matrices[i].made.utd;
+    n_bytes += u->n_bytes + (uint64_t)engine_file_n_groups(u) * (u->minimums ? 4 : 2);
+  }
+  getrusage(RUSAGE_SELF, &usage);
+  printf("%s: recipe %s, %.1f MB of weights, %.1f %% of the layers' multiply-adds 4x4 bits, %.1f s, peak memory %.0f MB\n",
+         c->options->output,
+         c->recipe.name, (double)n_bytes * 1e-6, 100 * share_4x4(c), (double)(clock_monotonic_us() - start_us) * 1e-6,
+         (double)usage.ru_maxrss / 1024);
+}
+
+static void compilation_fini(struct compilation *c)
+{
+  for (int64_t i = 0; i < c->n_matrices; i++) quant_tensor_fini(&c->matrices[i].made);
+  mem_free(c->matrices);
+  for (int32_t i = 0; c->acts && i <= COMPILE_HEAD_SITE(c->model); i++) mem_free((void *)c->acts[i].outliers);
+  mem_free(c->acts);
+  compile_stats_fini(&c->stats);
+  engine_writer_destroy(c->writer);
+  for (int i = 0; i < c->n_blobs; i++) buf_fini(&c->blobs[i]);
+  mem_free(c->blobs);
+  json_decref(c->meta);
+  if (c->model) model_close(c->model);
+  quant_recipe_fini(&c->recipe);
+}
+
+enum sits_status compile_run(const struct compile_options *options, struct sits_error *err)
+{
+  struct compilation c = {.options = options};
+  const int64_t start_us = clock_monotonic_us();
+  enum sits_status status = quant_recipe_load(options->recipe ? options->recipe : "w4a8", &c.recipe, err);
+  if (status) return status;
+  status = model_open(options->model, &c.model, err);
+  if (!status && source_engine(c.model->source))
+    status = sits_fail_param(err, SITS_UNSUPPORTED, "model", "%.150s is an engine file already: compile from its source", options->model);
+  if (!status) status = check_target(options, c.model, err);
+  if (!status && needs_energies(&c.recipe, c.model)) status = compile_calibrate(options, c.model, 0, 0, &c.stats, err);
+  if (!status) status = make_acts(&c, err);
+  if (!status) status = list_matrices(&c, err);
+  if (!status) status = make_matrices(&c, err);
+  if (!status) status = write_file(&c, err);
+  if (!status) status = compile_report(c.matrices, c.n_matrices, options->report, options->quiet, err);
+  if (!status) print_summary(&c, start_us);
+  compilation_fini(&c);
+  return status;
+}

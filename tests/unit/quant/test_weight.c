@@ -1,0 +1,293 @@
+/* Rounding of weights: grids that come along are kept to the bit, rounded values lie next to their originals, errors are those that theory
+ * expects, GPTQ loses less of the output than rounding to nearest, and what cannot be done is refused by name. */
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "base/hash.h"
+#include "base/mem.h"
+#include "quant/quant_gptq.h"
+#include "quant/quant_weight.h"
+#include "tensor/dequant.h"
+
+enum { ROWS = 12, K = 256 };
+
+static float uniform(uint64_t seed, uint64_t i) { return (float)(int32_t)(hash_mix(seed, i) >> 32) / 2147483648.0F; }
+
+static struct sits_utd floats(float *x, int64_t rows, int64_t k)
+{
+  return (struct sits_utd){.name = "w", .dtype = SITS_DTYPE_F32, .n_dims = 2, .dims = {rows, k}, .data = x,
+                           .n_bytes = (size_t)(rows * k) * sizeof *x};
+}
+
+/* Random blocks with finite scales: the bytes of GGUF's formats. */
+static struct sits_utd blocks(enum sits_dtype dtype, unsigned char *bytes)
+{
+  struct sits_utd utd = {.name = "w", .dtype = dtype, .n_dims = 2, .dims = {ROWS, K}, .data = bytes};
+  const size_t block = (size_t)sits_dtype_info(dtype)->block_bytes;
+  utd.n_bytes = (size_t)sits_utd_row_major_bytes(&utd);
+  for (size_t i = 0; i < utd.n_bytes; i++) bytes[i] = (unsigned char)hash_mix(7 + dtype, i);
+  for (size_t at = 0; at < utd.n_bytes; at += block) {
+    const uint16_t d = float_to_half(0.01F + 0.1F * fabsf(uniform(1, at))), m = float_to_half(uniform(2, at));
+    memcpy(bytes + at, &d, 2);
+    if (dtype == SITS_DTYPE_Q4_1 || dtype == SITS_DTYPE_Q4_K) memcpy(bytes + at + 2, &m, 2);
+  }
+  return utd;
+}
+
+static void grids_are_kept(void **state)
+{
+  (void)state;
+  static const struct { enum sits_dtype from, want; bool has_min; } cases[] = {{SITS_DTYPE_Q4_0, SITS_DTYPE_I4, false},
+      {SITS_DTYPE_Q4_1, SITS_DTYPE_I4, true}, {SITS_DTYPE_Q8_0, SITS_DTYPE_I8, false}, {SITS_DTYPE_Q4_K, SITS_DTYPE_Q4_K, false}};
+  static unsigned char bytes[ROWS * K * 2];
+  for (size_t i = 0; i < 4; i++) {
+    const struct sits_utd source = blocks(cases[i].from, bytes);
+    const struct quant_spec spec = {.dtype = cases[i].from == SITS_DTYPE_Q8_0 ? SITS_DTYPE_I8 : SITS_DTYPE_I4, .group = 32,
+                                    .has_minimum = true, .keep_grid = true};
+    struct quant_tensor made;
+    struct sits_error err = {0};
+    if (quant_convert(&source, &spec, NULL, &made, &err)) fail_msg("%s", err.text);
+    assert_int_equal(made.utd.dtype, cases[i].want);
+    assert_true(made.is_kept);
+    assert_true((made.utd.minimums != NULL) == cases[i].has_min);
+    for (int r = 0; r < ROWS; r++) {
+      float want[K], got[K];
+      dequant_row(source.dtype, bytes + (size_t)r * source.n_bytes / ROWS, K, want);
+      dequant_tensor_row(&made.utd, r, got);
+      assert_memory_equal(want, got, sizeof want);
+    }
+    quant_tensor_fini(&made);
+  }
+}
+
+/* Every spec: values stay within half a step of their originals (where nothing is clipped), and the Frobenius error is the expected one. */
+static void rounding_is_to_nearest(void **state)
+{
+  (void)state;
+  static float x[64 * K];
+  for (size_t i = 0; i < 64 * K; i++) x[i] = uniform(5, i) + 0.3F;
+  for (int c = 0; c < 12; c++) {
+    const struct sits_utd source = floats(x, 64, K);
+    const struct quant_spec spec = {.dtype = c & 1 ? SITS_DTYPE_I8 : SITS_DTYPE_I4, .group = (int[]){0, 32, 128}[c / 4],
+                                    .has_minimum = c & 2};
+    struct quant_tensor made;
+    struct sits_error err = {0};
+    if (quant_convert(&source, &spec, NULL, &made, &err)) fail_msg("%s", err.text);
+    assert_int_equal(made.utd.quant, spec.group ? SITS_QUANT_GROUP : SITS_QUANT_CHANNEL);
+    double sum = 0, squares = 0;
+    const int group = spec.group ? spec.group : K;
+    for (int r = 0; r < 64; r++) {
+      float got[K];
+      dequant_tensor_row(&made.utd, r, got);
+      for (int i = 0; i < K; i++) {
+        const float step = half_to_float(((const uint16_t *)made.utd.scales)[r * (K / group) + i / group]);
+        const double e = (double)got[i] - (double)x[r * K + i];
+        /* half a step, and what f16 scales and minimums may be off at the far end of the range */
+        if (fabs(e) > 0.5 * (double)step * (spec.dtype == SITS_DTYPE_I8 ? 1.3 : 1.03)) fail_msg("case %d: error %g of step %g", c, e, step);
+        sum += e * e;
+        squares += (double)x[r * K + i] * (double)x[r * K + i];
+      }
+    }
+    assert_true(fabs(sqrt(sum) - made.error) < 1e-6 * made.error);
+    assert_true(fabs(sqrt(squares) - made.norm) < 1e-6 * made.norm);
+    /* uniform values: the error is uniform in a step; 16,384 values, so its root mean square is known to about 1 % */
+    if (fabs(made.error / made.bound - 1) > 0.04) fail_msg("case %d: error %g, expected %g", c, made.error, made.bound);
+    if (spec.dtype == SITS_DTYPE_I8) assert_true(made.error < 0.008 * made.norm);
+    quant_tensor_fini(&made);
+  }
+}
+
+static void clipping_pays_with_outliers(void **state)
+{
+  (void)state;
+  static float x[8 * K];
+  for (size_t i = 0; i < 8 * K; i++) {
+    x[i] = 0; /* a sum of uniform values: nearly normal, with tails worth clipping */
+    for (uint64_t k = 0; k < 6; k++) x[i] += uniform(40 + k, i);
+  }
+  for (int has_min = 0; has_min < 2; has_min++) {
+    const struct sits_utd source = floats(x, 8, K);
+    struct quant_spec spec = {.dtype = SITS_DTYPE_I4, .group = 128, .has_minimum = has_min};
+    struct quant_tensor plain, clipped;
+    struct sits_error err = {0};
+    assert_int_equal(quant_convert(&source, &spec, NULL, &plain, &err), SITS_OK);
+    spec.clip = true;
+    assert_int_equal(quant_convert(&source, &spec, NULL, &clipped, &err), SITS_OK);
+    assert_true(clipped.error < 0.97 * plain.error);
+    quant_tensor_fini(&plain);
+    quant_tensor_fini(&clipped);
+  }
+}
+
+static void shapes_that_do_not_divide(void **state)
+{
+  (void)state;
+  static float x[ROWS * 576];
+  struct sits_error err = {0};
+  struct quant_tensor made;
+  for (size_t i = 0; i < sizeof x / sizeof *x; i++) x[i] = uniform(9, i);
+  struct quant_spec spec = {.dtype = SITS_DTYPE_I4, .group = 128, .has_minimum = true};
+  struct sits_utd source = floats(x, ROWS, 576);
+  assert_int_equal(quant_convert(&source, &spec, NULL, &made, &err), SITS_OK);
+  assert_int_equal(made.utd.group_size, 64); /* 576 = 9 x 64 */
+  quant_tensor_fini(&made);
+  source = floats(x, ROWS, 172); /* no multiple of 32: floats */
+  assert_int_equal(quant_convert(&source, &spec, NULL, &made, &err), SITS_OK);
+  assert_int_equal(made.utd.dtype, SITS_DTYPE_F16);
+  assert_true(made.error < 0x1p-11 * made.norm && made.error > 0);
+  quant_tensor_fini(&made);
+}
+
+static void bad_values_are_named(void **state)
+{
+  (void)state;
+  static float x[ROWS * K];
+  for (int c = 0; c < 4; c++) {
+    memset(x, 0, sizeof x);
+    x[700] = c < 2 ? NAN : 1e30F;
+    const struct sits_utd source = floats(x, ROWS, K);
+    const struct quant_spec spec = {.dtype = c % 2 ? SITS_DTYPE_F16 : SITS_DTYPE_I4, .group = 32};
+    struct quant_tensor made;
+    struct sits_error err = {0};
+    assert_int_equal(quant_convert(&source, &spec, NULL, &made, &err), SITS_FORMAT);
+    assert_string_equal(err.param, "w");
+  }
+}
+
+static void allocation_failures(void **state)
+{
+  (void)state;
+  static unsigned char bytes[ROWS * K * 2];
+  static float x[ROWS * K];
+  const struct sits_utd sources[2] = {blocks(SITS_DTYPE_Q4_1, bytes), floats(x, ROWS, K)};
+  for (int c = 0; c < 2; c++)
+    for (uint64_t n = 1;; n++) {
+      const struct quant_spec spec = {.dtype = SITS_DTYPE_I4, .group = 32, .has_minimum = true, .keep_grid = true};
+      const int64_t before = mem_live_blocks();
+      struct quant_tensor made;
+      struct sits_error err = {0};
+      mem_fault_arm(n);
+      const enum sits_status status = quant_convert(&sources[c], &spec, NULL, &made, &err);
+      const int fired = mem_fault_fired();
+      mem_fault_arm(0);
+      if (status == SITS_OK) quant_tensor_fini(&made);
+      assert_int_equal(mem_live_blocks(), before);
+      if (!fired) break;
+      assert_int_equal(status, SITS_NOMEM);
+    }
+}
+
+/* ---- GPTQ ---- */
+
+enum { N = 64, TOKENS = 256 };
+
+/* Inputs with strongly correlated channels. */
+static void make_inputs(float *x)
+{
+  for (int t = 0; t < TOKENS; t++)
+    for (int c = 0; c < N; c++) x[t * N + c] = uniform(60, (uint64_t)(t * 8 + c % 8)) + 0.2F * uniform(61, (uint64_t)(t * N + c));
+}
+
+static double output_error(const float *x, const float *w, const struct quant_tensor *made, int64_t rows)
+{
+  double sum = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    float got[N];
+    dequant_tensor_row(&made->utd, r, got);
+    for (int t = 0; t < TOKENS; t++) {
+      double e = 0;
+      for (int c = 0; c < N; c++) e += ((double)got[c] - (double)w[r * N + c]) * (double)x[t * N + c];
+      sum += e * e;
+    }
+  }
+  return sqrt(sum);
+}
+
+static void gptq_loses_less_output(void **state)
+{
+  (void)state;
+  static float x[TOKENS * N], w[32 * N], h[N * N];
+  struct quant_hessian *hessian = NULL;
+  struct quant_tensor nearest, gptq;
+  struct sits_error err = {0};
+  make_inputs(x);
+  for (int i = 0; i < 32 * N; i++) w[i] = uniform(70, (uint64_t)i);
+  for (int i = 0; i < N; i++)
+    for (int j = i; j < N; j++)
+      for (int t = 0; t < TOKENS; t++) h[i * N + j] += x[t * N + i] * x[t * N + j];
+  if (quant_hessian_create(h, N, &hessian, &err)) fail_msg("%s", err.text);
+  const struct sits_utd source = floats(w, 32, N);
+  const struct quant_spec spec = {.dtype = SITS_DTYPE_I4, .group = 32, .has_minimum = true};
+  assert_int_equal(quant_convert(&source, &spec, NULL, &nearest, &err), SITS_OK);
+  assert_int_equal(quant_convert(&source, &spec, hessian, &gptq, &err), SITS_OK);
+  const double a = output_error(x, w, &nearest, 32), b = output_error(x, w, &gptq, 32);
+  if (!(b < 0.6 * a)) fail_msg("output error %g by GPTQ, %g to nearest", b, a);
+  assert_true(gptq.error > nearest.error); /* it pays with the weights' own error */
+  quant_tensor_fini(&nearest);
+  quant_tensor_fini(&gptq);
+  quant_hessian_destroy(hessian);
+}
+
+/* U^T U H = I for the damped H, and with H = I GPTQ is rounding to nearest. */
+static void factor_is_the_inverse(void **state)
+{
+  (void)state;
+  static float x[TOKENS * N], h[N * N];
+  static double damped[N][N];
+  struct quant_hessian *hessian = NULL;
+  struct sits_error err = {0};
+  double mean = 0;
+  make_inputs(x);
+  for (int i = 0; i < N; i++)
+    for (int j = i; j < N; j++) {
+      for (int t = 0; t < TOKENS; t++) h[i * N + j] += x[t * N + i] * x[t * N + j];
+      damped[i][j] = damped[j][i] = (double)h[i * N + j];
+    }
+  for (int i = 0; i < N; i++) mean += damped[i][i] / N;
+  for (int i = 0; i < N; i++) damped[i][i] += 0.01 * mean;
+  assert_int_equal(quant_hessian_create(h, N, &hessian, &err), SITS_OK);
+  for (int i = 0; i < N; i++)
+    for (int j = 0; j < N; j++) {
+      double sum = 0; /* (U^T U damped)[i][j] */
+      for (int k = 0; k < N; k++) {
+        double inverse = 0;
+        for (int m = 0; m < N; m++) inverse += (double)hessian->upper[m * N + i] * (double)hessian->upper[m * N + k];
+        sum += inverse * damped[k][j];
+      }
+      if (fabs(sum - (i == j)) > 1e-3) fail_msg("[%d][%d] is %g", i, j, sum);
+      if (j < i) assert_true(hessian->upper[i * N + j] == 0);
+    }
+  quant_hessian_destroy(hessian);
+
+  memset(h, 0, sizeof h);
+  for (int i = 0; i < N; i++) h[i * N + i] = 1;
+  assert_int_equal(quant_hessian_create(h, N, &hessian, &err), SITS_OK);
+  for (int r = 0; r < 20; r++) {
+    float row[N], copy[N];
+    struct quant_grid grids[2];
+    int32_t q[N];
+    for (int i = 0; i < N; i++) copy[i] = row[i] = uniform(80 + (uint64_t)r, (uint64_t)i);
+    quant_gptq_row(hessian, row, 32, 4, true, false, grids, q);
+    for (int i = 0; i < N; i++) assert_int_equal(q[i], quant_round(&grids[i / 32], copy[i]));
+  }
+  quant_hessian_destroy(hessian);
+
+  memset(h, 0, sizeof h);
+  assert_int_equal(quant_hessian_create(h, N, &hessian, &err), SITS_FORMAT);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(grids_are_kept),          cmocka_unit_test(rounding_is_to_nearest), cmocka_unit_test(clipping_pays_with_outliers),
+      cmocka_unit_test(shapes_that_do_not_divide), cmocka_unit_test(bad_values_are_named),  cmocka_unit_test(allocation_failures),
+      cmocka_unit_test(gptq_loses_less_output),  cmocka_unit_test(factor_is_the_inverse)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
