@@ -4,8 +4,10 @@
  *                         [--mb MB]   (total weight bytes walked through, so that caches do not hold them; default 192)
  *
  * For each type, shape and token count it walks over enough copies of the weight, rows split over the threads with a spin barrier after
- * each multiply, as the executor does, and prints the time of one multiply (best of 3 walks), weight bytes per second against the measured
- * read bandwidth, and operations per second (2 per weight and token) against the measured int8 dot-product peak of those threads.
+ * each multiply, and prints the time of one multiply, activation included, weight bytes per second against the measured read bandwidth, and
+ * operations per second (2 per weight and token) against the measured int8 dot-product peak of those threads. Every time is the tenth
+ * percentile of many short ones (multiplies, reads of 4 MB a thread, a millisecond of dot products), so that other load on the machine,
+ * which takes a core away now and then, spoils few of them.
  */
 #include <inttypes.h>
 #include <pthread.h>
@@ -27,6 +29,10 @@
 #define MAX_THREADS 64
 #define MAX_LIST 32
 #define MAX_COPIES 512
+
+#define MAX_TIMES 4096
+#define READ_BYTES ((size_t)4 << 20) /* a thread and piece */
+#define PEAK_STEPS 300000
 
 struct job {
   int n_threads, n_weights, n_tokens;
@@ -119,7 +125,14 @@ static uint64_t read_all(const uint8_t *at, size_t n)
 enum work { WORK_READ, WORK_PEAK, WORK_MATMUL };
 static enum work work;
 static enum cpu_isa isa;
-static int64_t peak_steps;
+static double times[MAX_TIMES];
+static int n_times;
+
+/* Thread 0 notes how long a piece took; start is its beginning. */
+static void note(int thread, double start)
+{
+  if (thread == 0 && n_times < MAX_TIMES) times[n_times++] = now_s() - start;
+}
 
 static void do_matmul(int thread)
 {
@@ -128,23 +141,34 @@ static void do_matmul(int thread)
   for (int i = 0; i < job.n_weights; i++) {
     const struct cpu_weight *w = job.weights[i];
     int64_t rows = cpu_weight_rows(w), tile = cpu_weight_row_tile(w), tiles = (rows + tile - 1) / tile;
+    double start = now_s();
     int64_t r0 = tiles * thread / job.n_threads * tile, r1 = tiles * (thread + 1) / job.n_threads * tile;
     cpu_act_quantize(w, job.x, cpu_weight_k(w), job.n_tokens, job.n_tokens * thread / job.n_threads,
                      job.n_tokens * (thread + 1) / job.n_threads, job.act);
     barrier();
     cpu_matmul(w, job.act, job.n_tokens, r0, r1 < rows ? r1 : rows, job.y, rows, scratch);
     barrier();
+    note(thread, start);
   }
 }
 
 static void do_work(int thread)
 {
   if (work == WORK_READ) {
-    size_t part = job.region_bytes / (size_t)job.n_threads / 4096 * 4096;
-    sink[thread] += read_all(job.region + part * (size_t)thread, part);
+    for (size_t at = 0; at + READ_BYTES * (size_t)job.n_threads <= job.region_bytes; at += READ_BYTES * (size_t)job.n_threads) {
+      double start = now_s();
+      sink[thread] += read_all(job.region + at + READ_BYTES * (size_t)thread, READ_BYTES);
+      barrier();
+      note(thread, start);
+    }
   } else if (work == WORK_PEAK) {
 #if defined(__x86_64__)
-    sink[thread] += isa == CPU_AVX512 ? vnni_ops(peak_steps) : avx2_ops(peak_steps);
+    for (int i = 0; i < 50; i++) {
+      double start = now_s();
+      sink[thread] += isa == CPU_AVX512 ? vnni_ops(PEAK_STEPS) : avx2_ops(PEAK_STEPS);
+      barrier();
+      note(thread, start);
+    }
 #endif
   } else {
     do_matmul(thread);
@@ -162,20 +186,24 @@ static void *worker(void *arg)
   }
 }
 
-/* Seconds of one pass of all threads, best of n. */
+static int by_value(const void *a, const void *b)
+{
+  double x = *(const double *)a, y = *(const double *)b;
+  return x < y ? -1 : x > y;
+}
+
+/* Tenth percentile of the seconds of a piece over n passes of all threads. */
 static double timed(enum work what, int n)
 {
-  double best = 1e30;
   work = what;
+  n_times = 0;
   for (int i = 0; i < n; i++) {
     barrier();
-    double start = now_s();
     do_work(0);
     barrier();
-    double t = now_s() - start;
-    best = t < best ? t : best;
   }
-  return best;
+  qsort(times, (size_t)n_times, sizeof times[0], by_value);
+  return times[n_times / 10];
 }
 
 static void fill_weight(enum sits_dtype t, uint8_t *bytes, int64_t n_blocks)
@@ -252,8 +280,8 @@ static void run_case(enum sits_dtype t, int64_t rows, int64_t k, const int *toke
   int all = job.n_weights;
   for (int i = 0; i < n_counts; i++) {
     job.n_tokens = tokens[i];
-    job.n_weights = tokens[i] >= 64 && all > 8 ? 8 : all;
-    double s = timed(WORK_MATMUL, 3) / job.n_weights, ops = 2.0 * (double)rows * (double)k * tokens[i];
+    job.n_weights = tokens[i] >= 64 && all > 6 ? 6 : all;
+    double s = timed(WORK_MATMUL, 4), ops = 2.0 * (double)rows * (double)k * tokens[i];
     printf("%-5s %6" PRId64 " x %-6" PRId64 " tokens %4d  %9.1f us  %6.2f GB/s %5.1f %% of read  %7.1f GOP/s %5.1f %% of peak  "
            "pack %.2f GB/s\n", sits_dtype_info(t)->name, rows, k, tokens[i], s * 1e6, weight_bytes / s * 1e-9,
            100 * weight_bytes / s / bandwidth, ops / s * 1e-9, 100 * ops / s / peak, weight_bytes / pack_s * 1e-9);
@@ -315,11 +343,10 @@ int main(int argc, char **argv)
   if (!region) return 1;
   memset(region, 1, job.region_bytes);
   job.region = region;
-  double bandwidth = (double)job.region_bytes / timed(WORK_READ, 5);
+  double bandwidth = (double)READ_BYTES * team.n / timed(WORK_READ, 3);
   mem_free(region);
-  peak_steps = 4000000;
   double per_step = isa == CPU_AVX512 ? 12 * 128.0 : 8 * 64.0;
-  double peak = per_step * (double)peak_steps * team.n / timed(WORK_PEAK, 3);
+  double peak = per_step * PEAK_STEPS * team.n / timed(WORK_PEAK, 2);
   printf("%s, %d threads: read %.1f GB/s, int8 dot products %.0f GOP/s\n", cpu_isa_name(isa), team.n, bandwidth * 1e-9, peak * 1e-9);
 
   for (int t = 0; t < SITS_DTYPE_COUNT; t++) {

@@ -28,7 +28,7 @@ void cpu_act_quantize(const struct cpu_weight *w, const float *x, int64_t ldx, i
 {
   int32_t tile = cpu_act_tile(n_tokens), end = t1;
   /* Whoever has the last token fills the rest of its tile. */
-  if (t1 == n_tokens && n_tokens > 0) end = (n_tokens + tile - 1) / tile * tile;
+  if (t1 == n_tokens && t0 < t1) end = (n_tokens + tile - 1) / tile * tile;
   for (int32_t t = t0; t < end; t++) {
     const float *row = t < n_tokens ? x + t * ldx : NULL;
     if (w->format) w->ops->quantize(row, w->k, t, n_tokens, act);

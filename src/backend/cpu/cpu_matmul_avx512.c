@@ -1,10 +1,11 @@
 /* Matrix multiply for AVX-512 with VNNI: 16 rows to a vector, one vpdpbusd for 16 rows x 4 k of a token.
  *
- * Up to 8 tokens (decode): the group's 8 vectors of unsigned integers are unpacked into registers straight from the packed weight and
- * used for all tokens; the weight is read once, and memory is the limit. More tokens (prefill): a panel of 16 rows x up to PANEL_GROUPS
- * groups is unpacked once into scratch, bytes and f32 scales, and every tile of 12 tokens runs over it: 12 integer and 12 f32
- * accumulators, one vector of weights, broadcasts from memory. A group costs 8 vpdpbusd, one vpmaddwd for zero point and offset, a
- * conversion, a product and one or two FMAs per token. Where K is longer than a panel, the f32 sums pass through y, which changes no bit.
+ * Up to MOST_DIRECT tokens (decode, small batches), 8 at a time: the group's 8 vectors of unsigned integers are unpacked into registers
+ * straight from the packed weight and used for all of them; with few tokens the weight is read once and memory is the limit. More tokens
+ * (prefill): a panel of 16 rows x up to PANEL_GROUPS groups is unpacked once into scratch, bytes and f32 scales, and every tile of 12
+ * tokens runs over it: 12 integer and 12 f32 accumulators, one vector of weights, broadcasts from memory. A group costs 8 vpdpbusd, one
+ * vpmaddwd for zero point and offset, a conversion, a product and one or two FMAs per token. Where K is longer than a panel, the f32 sums
+ * pass through y, which changes no bit.
  */
 #include "backend/cpu/cpu_quant.h"
 
@@ -20,7 +21,7 @@
 #define PANEL_GROUPS 64
 #define PANEL_TOKENS 12
 #define DIRECT_TOKENS 8             /* most tokens at a time without a panel */
-#define MOST_DIRECT 24              /* largest batch without a panel */
+#define MOST_DIRECT (low == 8 ? 24 : 48) /* largest batch without a panel; row sums cost bytes more than nibbles */
 
 #define PREFETCH_BYTES 2048
 #define PREFETCH_FROM 6             /* tokens; with fewer, loads run far enough ahead by themselves and prefetches only take their place */
@@ -303,12 +304,18 @@ INLINE void panels(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t 
     }
 }
 
+INLINE void rows_of(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y,
+                    int64_t ldy, uint8_t *scratch)
+{
+  if (n_tokens <= MOST_DIRECT) directs(CPU_FORMAT_ARGS, w, act, n_tokens, r0, r1, y, ldy);
+  else panels(CPU_FORMAT_ARGS, w, act, n_tokens, r0, r1, y, ldy, scratch);
+}
+
 #define FORMAT_KERNEL(name, ...) \
   static void matmul_##name(const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y, \
                             int64_t ldy, uint8_t *scratch) \
   { \
-    if (n_tokens <= MOST_DIRECT) directs(__VA_ARGS__, w, act, n_tokens, r0, r1, y, ldy); \
-    else panels(__VA_ARGS__, w, act, n_tokens, r0, r1, y, ldy, scratch); \
+    rows_of(__VA_ARGS__, w, act, n_tokens, r0, r1, y, ldy, scratch); \
   }
 CPU_FORMAT_MAP(FORMAT_KERNEL)
 

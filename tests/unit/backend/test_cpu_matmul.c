@@ -20,9 +20,9 @@ static const enum sits_dtype types[] = {SITS_DTYPE_F32,  SITS_DTYPE_F16,  SITS_D
                                         SITS_DTYPE_Q5_0, SITS_DTYPE_Q5_1, SITS_DTYPE_Q8_0, SITS_DTYPE_Q2_K, SITS_DTYPE_Q3_K,
                                         SITS_DTYPE_Q4_K, SITS_DTYPE_Q5_K, SITS_DTYPE_Q6_K};
 #define N_TYPES (sizeof types / sizeof types[0])
-static const int32_t token_counts[] = {1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 33};
+static const int32_t token_counts[] = {1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 33, 48, 49, 61};
 #define N_COUNTS (sizeof token_counts / sizeof token_counts[0])
-#define MAX_TOKENS 33
+#define MAX_TOKENS 61
 
 static uint64_t random_state = 88172645463325252ULL;
 static uint32_t random_u32(void)
