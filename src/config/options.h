@@ -20,9 +20,12 @@ struct options {
   const char *kv_cache_dtype;       /* auto|f16|int8|int4|fp4 */
   int64_t kv_cache_memory;          /* bytes, 0: sized from what is free */
   bool enable_prefix_caching;
+  int64_t swap_space;               /* bytes of host memory for swapped sequences */
   /* scheduling */
   int64_t max_num_seqs, max_num_batched_tokens;
   double itl_target_ms;             /* 0: none */
+  bool enable_chunked_prefill;
+  int64_t speculative_tokens, speculative_max_running;
   int64_t max_queued_requests, max_queued_tokens;
   double request_timeout_s;         /* 0: none */
   /* HTTP */
