@@ -238,6 +238,7 @@ struct k_kv_gather {
   int64_t capacity;           /* rows */
   void *k, *v;
   bool skip_single;
+  bool is_tiled;              /* 128-key tiles in the order prefill_sm90.cu reads, instead of rows; offsets are multiples of 128 then */
 };
 int sits_k_kv_gather(const struct k_kv_gather *args, struct k_stream at);
 
@@ -256,6 +257,9 @@ struct k_attn_prefill {
 bool k_attn_prefill_takes(int32_t head_dim);
 int sits_k_attn_prefill_init(void);
 int sits_k_attn_prefill(const struct k_attn_prefill *args, struct k_stream at);
+/* The same by wgmma over tiled keys and values; compute capability 9. */
+int sits_k_attn_prefill_sm90_init(void);
+int sits_k_attn_prefill_sm90(const struct k_attn_prefill *args, struct k_stream at);
 
 /* Any codec, any D <= 256, one warp per token and head, straight from the pages: correct, not fast. */
 struct k_attn_any {

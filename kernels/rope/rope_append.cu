@@ -51,37 +51,66 @@ SITS_DEV float projection(const k_rope_append &p, size_t at, int column) {
   return x;
 }
 
-/* Head `head` (0 .. H+2G-1) of a token's projections, rotated when it is a query or a key -> v in shared memory. D = 0: any head size.
- * All loads of a head are in flight together. */
-template <int D> SITS_DEV void load_head(float *v, const k_rope_append &p, int token, int position, int head, int lane) {
-  const int d = D ? D : p.kv.head_dim;
-  const size_t at = (size_t)token * (p.kv.n_heads + 2 * p.kv.n_kv_heads) * d + head * d;
-  const bool is_query = head < p.kv.n_heads, is_rotated = head < p.kv.n_heads + p.kv.n_kv_heads;
-  const float *gain = is_query ? p.q_gain : p.k_gain;
+template <int D> struct angles { float2 a[D ? D / 32 : 1]; };
+
+template <int D> SITS_DEV angles<D> angles_at(const k_rope_append &p, int position, int lane) {
+  angles<D> r = {};
+  if constexpr (D > 0) kv::head_angles<D>(p.rope, position, lane, r.a);
+  return r;
+}
+
+/* This lane's values of head `head` (0 .. H+2G-1) of a token's projections. All loads are in flight together. */
+template <int D> SITS_DEV void fetch_head(float (&x)[D / 32], const k_rope_append &p, int token, int head, int lane) {
+  const size_t at = (size_t)token * (p.kv.n_heads + 2 * p.kv.n_kv_heads) * D + head * D + lane;
+  if (p.qkv) {
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) x[j] = __half2float(__ldcg((const __half *)p.qkv + at + j * 32));
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) x[j] = p.bias ? p.bias[head * D + lane + j * 32] : 0.f;
+#pragma unroll 4
+  for (int i = 0; i < p.n_slabs; i++)
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) x[j] += __ldcg(p.slabs + i * p.slab_stride + at + j * 32);
+}
+
+/* The same head rotated when it is a query or a key -> v in shared memory. */
+template <int D>
+SITS_DEV void finish_head(float (&x)[D / 32], float *v, const k_rope_append &p, const angles<D> &turn, int head, int lane) {
   __syncwarp();
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
+  __syncwarp();
+  if (head >= p.kv.n_heads + p.kv.n_kv_heads) return;
+  kv::rotate_head<D>(v, lane, head < p.kv.n_heads ? p.q_gain : p.k_gain, p.eps, p.rope, turn.a, p.kv.codec == K_KV_INT4, x);
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
+  __syncwarp();
+}
+
+/* Both for any head size (D = 0) or a known one. */
+template <int D>
+SITS_DEV void load_head(float *v, const k_rope_append &p, int token, int position, const angles<D> &turn, int head, int lane) {
   if constexpr (D > 0) {
     float x[D / 32];
-    float2 angle[D / 32];
-#pragma unroll
-    for (int j = 0; j < D / 32; j++) x[j] = projection(p, at + lane + j * 32, head * d + lane + j * 32);
-    if (is_rotated) kv::head_angles<D>(p.rope, position, lane, angle);
-#pragma unroll
-    for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
-    __syncwarp();
-    if (!is_rotated) return;
-    kv::rotate_head<D>(v, lane, gain, p.eps, p.rope, angle, p.kv.codec == K_KV_INT4, x);
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
+    fetch_head<D>(x, p, token, head, lane);
+    finish_head<D>(x, v, p, turn, head, lane);
   } else {
+    const int d = p.kv.head_dim;
+    const size_t at = (size_t)token * (p.kv.n_heads + 2 * p.kv.n_kv_heads) * d + head * d;
+    const float *gain = head < p.kv.n_heads ? p.q_gain : p.k_gain;
+    __syncwarp();
     for (int e = lane; e < d; e += 32) v[e] = projection(p, at + e, head * d + e);
     __syncwarp();
-    if (is_rotated && d % 32 == 0)
+    if (head >= p.kv.n_heads + p.kv.n_kv_heads) return;
+    if (d % 32 == 0)
       kv::prepare_head(v, d, lane, gain, p.eps, p.rope, position, p.kv.codec == K_KV_INT4);
-    else if (is_rotated)
+    else
       prepare_head_any(v, d, lane, gain, p.eps, p.rope, position);
+    __syncwarp();
   }
-  __syncwarp();
 }
 
 SITS_DEV float saturate(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
@@ -152,25 +181,36 @@ template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, ui
     k_old = __ldcg((const uint32_t *)(tile + kv::k_place(d, block * 16 + (i & 7), (i >> 3) * 4).word_bytes));
     v_old = __ldcg((const uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, (i >> 2 & 7) + (i >> 5) * 16).word_bytes));
   }
-  for (int i = warp; i < 2 * n; i += WARPS) {
-    const int token = t0 + (i >> 1), is_value = i & 1, slot = slot0 + (i >> 1);
-    load_head<D>(v, p, token, position + (i >> 1), kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
-    if (kv.codec != K_KV_INT4) {
-      store_plain(p, tile, v, slot, is_value, lane);
-      continue;
+  if constexpr (D > 0) {
+    constexpr int TURNS = 32 / WARPS; /* a warp's heads: fetched together, then finished one by one */
+    float x[TURNS][D / 32];
+#pragma unroll
+    for (int c = 0; c < TURNS; c++) {
+      const int i = warp + c * WARPS;
+      if (i < 2 * n) fetch_head<D>(x[c], p, t0 + (i >> 1), kv.n_heads + (i & 1 ? kv.n_kv_heads : 0) + head, lane);
     }
-    if constexpr (D > 0) { /* int4 pages exist for these head sizes only */
-      float x[D / 32];
+#pragma unroll
+    for (int c = 0; c < TURNS; c++) {
+      const int i = warp + c * WARPS, is_value = i & 1, slot = slot0 + (i >> 1);
+      if (i >= 2 * n) break;
+      finish_head<D>(x[c], v, p, angles_at<D>(p, position + (i >> 1), lane), kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
+      if (kv.codec != K_KV_INT4) {
+        store_plain(p, tile, v, slot, is_value, lane);
+        continue;
+      }
       uint32_t code[D / 32];
       __half scale[D / 32];
-#pragma unroll
-      for (int j = 0; j < D / 32; j++) x[j] = v[lane + j * 32];
-      kv::quantise4<D / 32>(x, code, scale);
+      kv::quantise4<D / 32>(x[c], code, scale);
 #pragma unroll
       for (int j = 0; j < D / 32; j++) {
         codes[((slot & 15) * 2 + is_value) * D + lane + j * 32] = (uint8_t)code[j];
         if (lane == j) *(__half *)(tile + (is_value ? kv::v_scale_offset(D, slot, j) : kv::k_scale_offset(D, slot, j))) = scale[j];
       }
+    }
+  } else { /* int4 pages do not exist for these head sizes */
+    for (int i = warp; i < 2 * n; i += WARPS) {
+      load_head<D>(v, p, t0 + (i >> 1), position + (i >> 1), angles<D>{}, kv.n_heads + (i & 1 ? kv.n_kv_heads : 0) + head, lane);
+      store_plain(p, tile, v, slot0 + (i >> 1), i & 1, lane);
     }
   }
   if (kv.codec != K_KV_INT4) return;
@@ -179,30 +219,37 @@ template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, ui
   __syncthreads();
 }
 
-template <int D> __global__ void __launch_bounds__(THREADS, 4) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta) {
+template <int D> __global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta) {
   extern __shared__ __align__(16) float shared[];
   grid_trigger();
-  grid_wait();
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float *v = shared + warp * d;
   const int q_rows = per_cta == 1 ? (kv.n_heads + WARPS - 1) / WARPS : kv.n_heads;
-  if ((int)blockIdx.y < q_rows) {
-    const int first = per_cta == 1 ? blockIdx.x : blockIdx.x * per_cta + warp, end = min((int)(blockIdx.x + 1) * per_cta, kv.n_tokens);
-    const int head = per_cta == 1 ? blockIdx.y * WARPS + warp : blockIdx.y;
-    if (head >= kv.n_heads) return;
-    for (int t = first; t < end; t += WARPS) {
-      const int s = kv.token_seq[t];
-      if (s < 0) continue;
-      if (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1) continue;
-      load_head<D>(v, p, t, kv.positions[t], head, lane);
-      for (int e = lane; e < d; e += 32) ((__half *)p.q)[((size_t)t * kv.n_heads + head) * d + e] = __float2half_rn(saturate(v[e]));
-    }
+  if ((int)blockIdx.y < q_rows) { /* one token and head a warp; what does not come from the predecessor is fetched before the wait */
+    const int t = per_cta == 1 ? blockIdx.x : blockIdx.x * WARPS + warp, head = per_cta == 1 ? blockIdx.y * WARPS + warp : blockIdx.y;
+    bool is_active = t < kv.n_tokens && head < kv.n_heads;
+    const int s = is_active ? kv.token_seq[t] : -1, position = is_active ? kv.positions[t] : 0;
+    is_active = s >= 0 && !(p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1);
+    const angles<D> turn = angles_at<D>(p, position, lane);
+    grid_wait();
+    if (!is_active) return;
+    load_head<D>(v, p, t, position, turn, head, lane);
+    for (int e = lane; e < d; e += 32) ((__half *)p.q)[((size_t)t * kv.n_heads + head) * d + e] = __float2half_rn(saturate(v[e]));
     return;
   }
+  grid_wait();
   uint8_t *codes = (uint8_t *)(shared + WARPS * d); /* [16][2][D] */
   for (int t = blockIdx.x * per_cta; t < min((int)(blockIdx.x + 1) * per_cta, kv.n_tokens); t++)
     append_block<D>(p, v, codes, t, blockIdx.y - q_rows, warp, lane);
+}
+
+/* Element index of (row, channel) of one KV head's gathered keys or values. */
+SITS_DEV size_t gathered_at(bool is_tiled, int d, size_t row, int ch) {
+  if (!is_tiled) return row * d + ch;
+  const size_t tile = row >> 7;
+  const int r = (int)row & 127;
+  return ((tile * (d >> 6) + (ch >> 6)) * 128 + r) * 64 + (((ch >> 3 & 7) ^ (r & 7)) << 3) + (ch & 7);
 }
 
 __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ k_kv_gather p) {
@@ -210,36 +257,45 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
   grid_wait();
   const k_kv_view &kv = p.kv;
   const int s = p.seq0 + blockIdx.z, head = blockIdx.y, len = kv.kv_len[s], d = kv.head_dim;
-  if ((int)blockIdx.x * K_PAGE_TOKENS >= len) return;
+  const int n = len - (int)blockIdx.x * K_PAGE_TOKENS, n_pages = (len + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS;
+  if ((int)blockIdx.x >= (p.is_tiled ? (n_pages + 1) & ~1 : n_pages)) return;
   if (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1) return;
+  const size_t base = (size_t)head * p.capacity * d, row0 = p.offset[s] + blockIdx.x * K_PAGE_TOKENS;
+  __half *k = (__half *)p.k + base, *v = (__half *)p.v + base;
+  if (n <= 0) { /* the second half of the last tile */
+    for (int i = threadIdx.x; i < K_PAGE_TOKENS * d; i += blockDim.x) {
+      const size_t at = gathered_at(true, d, row0 + i / d, i % d);
+      k[at] = v[at] = __float2half_rn(0.f);
+    }
+    return;
+  }
   const int page = kv.block_table[(size_t)s * kv.table_stride + blockIdx.x];
   const uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
-  const size_t row0 = (size_t)head * p.capacity + p.offset[s] + blockIdx.x * K_PAGE_TOKENS;
-  const int n = len - (int)blockIdx.x * K_PAGE_TOKENS;
   if (kv.codec == K_KV_INT4) { /* a word gives 8 values; K: four channels of two tokens, V: two channels of four tokens */
     for (int i = threadIdx.x; i < 16 * d; i += blockDim.x) {
       const bool is_value = i >= 8 * d;
       const int w = is_value ? i - 8 * d : i, block = w / (2 * d), r = w - block * 2 * d, chunk = r >> 7, q4 = r & 127, lane = q4 >> 2;
       const int step = chunk * 4 + (q4 & 3), g = lane >> 2, t = lane & 3;
       const uint32_t word = ((const uint32_t *)tile)[i];
-      __half *dst = (__half *)(is_value ? p.v : p.k);
+      __half *dst = is_value ? v : k;
 #pragma unroll
       for (int c = 0; c < 4; c++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const int token = block * 16 + (is_value ? 2 * t + (c & 1) + (c >> 1) * 8 : g + 8 * h),
-                    ch = step * 16 + (is_value ? g + 8 * h : 4 * t + c);
+          const int token = block * 16 + (is_value ? 2 * t + (c & 1) + (c >> 1) * 8 : g + 8 * h);
+          const int ch = step * 16 + (is_value ? g + 8 * h : 4 * t + c);
           const int at = is_value ? kv::v_scale_offset(d, token, ch >> 5) : kv::k_scale_offset(d, token, ch >> 5);
           const float x = __half2float(*(const __half *)(tile + at)) * (float)((int)kv::extract_nibble(word, kv::nibble_shift(c, h)) - 8);
-          dst[(row0 + token) * d + ch] = __float2half_rn(token < n ? x : 0.f);
+          dst[gathered_at(p.is_tiled, d, row0 + token, ch)] = __float2half_rn(token < n ? x : 0.f);
         }
     }
     return;
   }
   for (int i = threadIdx.x; i < K_PAGE_TOKENS * d; i += blockDim.x) {
     const int token = i / d, e = i % d;
-    ((__half *)p.k)[(row0 + token) * d + e] = __float2half_rn(token < n ? kv::load(tile, kv.codec, d, false, token, e) : 0.f);
-    ((__half *)p.v)[(row0 + token) * d + e] = __float2half_rn(token < n ? kv::load(tile, kv.codec, d, true, token, e) : 0.f);
+    const size_t at = gathered_at(p.is_tiled, d, row0 + token, e);
+    k[at] = __float2half_rn(token < n ? kv::load(tile, kv.codec, d, false, token, e) : 0.f);
+    v[at] = __float2half_rn(token < n ? kv::load(tile, kv.codec, d, true, token, e) : 0.f);
   }
 }
 } // namespace
@@ -259,6 +315,6 @@ extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream
 }
 
 extern "C" int sits_k_kv_gather(const struct k_kv_gather *a, struct k_stream at) {
-  return launch_kernel(kv_gather_kernel, dim3(a->max_pages, a->kv.n_kv_heads, a->n_seqs), dim3(256), 0, (cudaStream_t)at.stream, at.pdl,
-                       *a);
+  return launch_kernel(kv_gather_kernel, dim3(a->is_tiled ? (a->max_pages + 1) / 2 * 2 : a->max_pages, a->kv.n_kv_heads, a->n_seqs),
+                       dim3(256), 0, (cudaStream_t)at.stream, at.pdl, *a);
 }

@@ -65,7 +65,7 @@ static struct world make_world(struct config c, const int32_t *lens) {
     int32_t pages = (lens[s] + 8 + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS;
     if (pages > w.max_pages) w.max_pages = pages;
     w.offset[s] = w.capacity;
-    w.capacity += pages * K_PAGE_TOKENS;
+    w.capacity += (pages + 1) / 2 * 2 * K_PAGE_TOKENS; /* whole tiles of 128 keys */
     w.n_pages += pages;
   }
   size_t n = (size_t)N_SEQS * w.max_pages * K_PAGE_TOKENS * c.kv_heads * c.dim;
@@ -228,6 +228,16 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
     error = compare_out(w, st, want, 0, st->dev_out, n_out * 2);
     verdict(error < 3e-3, "%s %s: prefill attention %.2e", c->name, what, error);
   }
+  if (k_attn_prefill_takes(c->dim)) {
+    struct k_kv_gather tiled = {w->view, 0,   N_SEQS, w->dev_offset, w->max_pages, w->capacity, gpu_alloc(n_kv * 2), gpu_alloc(n_kv * 2),
+                                false,   true};
+    struct k_attn_prefill a = {w->view, st->dev_q, tiled.k, tiled.v, w->capacity, w->dev_offset, 0, N_SEQS, most, gpu_alloc(n_out * 2),
+                               false};
+    gpu_check_call(sits_k_kv_gather(&tiled, gpu_stream()), "sits_k_kv_gather");
+    gpu_check_call(sits_k_attn_prefill_sm90(&a, gpu_stream()), "sits_k_attn_prefill_sm90");
+    error = compare_out(w, st, want, 0, a.out, n_out * 2);
+    verdict(error < 3e-3, "%s %s: wgmma prefill attention %.2e", c->name, what, error);
+  }
   struct k_attn_any any = {w->view, st->dev_q, gpu_alloc(n_out * 2)};
   gpu_check_call(sits_k_attn_any(&any, gpu_stream()), "sits_k_attn_any");
   error = compare_out(w, st, want, 0, any.out, n_out * 2);
@@ -283,6 +293,7 @@ int main(void) {
   n_sm = gpu_open();
   gpu_check_call(sits_k_attn_decode_init(), "init");
   gpu_check_call(sits_k_attn_prefill_init(), "init");
+  gpu_check_call(sits_k_attn_prefill_sm90_init(), "init");
   run_config((struct config){32, 8, 128, K_KV_INT4, false, false, 128, 0, "int4 32/8 x128"});
   run_config((struct config){9, 3, 64, K_KV_INT4, false, false, 64, 0, "int4 9/3 x64"});
   run_config((struct config){16, 2, 128, K_KV_INT4, false, true, 128, 0, "int4 16/2 x128 head norms"});

@@ -53,6 +53,7 @@ static enum sits_status init_kernels(void)
   if (!e) e = sits_k_w4a8_init();
   if (!e) e = sits_k_attn_decode_init();
   if (!e) e = sits_k_attn_prefill_init();
+  if (!e) e = sits_k_attn_prefill_sm90_init();
   return e ? SITS_DEVICE : SITS_OK;
 }
 

@@ -26,6 +26,7 @@
 #define CUDA_MAX_BLOCKS 4096        /* device and pinned allocations of one backend */
 #define CUDA_FAST_TOKENS K_MAX_DECODE_TOKENS
 #define CUDA_GRAPH_TOKENS 256       /* largest captured batch */
+#define CUDA_GATHER_TOKENS 128      /* a sequence's gathered keys start at multiples of this */
 #define CUDA_LT_WORKSPACE (64u << 20)
 #define CUDA_MAX_LT_PLANS 256
 #define CUDA_MAX_GRAPHS 64

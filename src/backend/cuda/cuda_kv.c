@@ -48,6 +48,7 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
   bool ok = kv->pool != NULL;
   if (ok && k_attn_prefill_takes(geometry->head_dim)) {
     kv->gather_tokens = (int64_t)geometry->n_pages * KV_PAGE_TOKENS;
+    kv->gather_tokens = (kv->gather_tokens + CUDA_GATHER_TOKENS - 1) / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;
     if (kv->gather_tokens > GATHER_TOKENS_MAX) kv->gather_tokens = GATHER_TOKENS_MAX;
     const size_t bytes = (size_t)kv->gather_tokens * (size_t)geometry->n_kv_heads * (size_t)geometry->head_dim * 2;
     kv->gather_k = cuda_memory_alloc(backend, kv, bytes);

@@ -75,7 +75,8 @@ int32_t cuda_gather_chunk(const struct backend_batch *b, const struct backend_kv
   int64_t used = 0;
   int32_t s = s0;
   for (; s < b->n_seqs; s++) {
-    const int64_t rows = is_gathered(b, s, has_fast_decode) ? (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS * KV_PAGE_TOKENS : 0;
+    const int64_t tiles = (b->kv_len[s] + CUDA_GATHER_TOKENS - 1) / CUDA_GATHER_TOKENS;
+    const int64_t rows = is_gathered(b, s, has_fast_decode) ? tiles * CUDA_GATHER_TOKENS : 0;
     if (used + rows > kv->gather_tokens && s > s0) break;
     if (offset != NULL) offset[s] = (int32_t)used;
     used += rows;
@@ -97,12 +98,30 @@ static enum sits_status gathered_attention(struct backend_program *p, struct bac
       if (n > max_new) max_new = n;
     }
     if (max_new == 0) continue;
-    const struct k_kv_gather gather = {*view,        s0,           s1 - s0,        step->in->offset, max_pages, kv->gather_tokens,
-                                       kv->gather_k, kv->gather_v, has_fast_decode};
-    const struct k_attn_prefill attend = {*view, p->q,    kv->gather_k, kv->gather_v, kv->gather_tokens, step->in->offset,
-                                          s0,    s1 - s0, max_new,      p->attn,      has_fast_decode};
+    const bool is_hopper = p->backend->compute_major == 9;
+    const struct k_kv_gather gather = {.kv = *view,
+                                       .seq0 = s0,
+                                       .n_seqs = s1 - s0,
+                                       .offset = step->in->offset,
+                                       .max_pages = max_pages,
+                                       .capacity = kv->gather_tokens,
+                                       .k = kv->gather_k,
+                                       .v = kv->gather_v,
+                                       .skip_single = has_fast_decode,
+                                       .is_tiled = is_hopper};
+    const struct k_attn_prefill attend = {.kv = *view,
+                                          .q = p->q,
+                                          .k = kv->gather_k,
+                                          .v = kv->gather_v,
+                                          .capacity = kv->gather_tokens,
+                                          .offset = step->in->offset,
+                                          .seq0 = s0,
+                                          .n_seqs = s1 - s0,
+                                          .max_new = max_new,
+                                          .out = p->attn,
+                                          .skip_single = has_fast_decode};
     LAUNCH(sits_k_kv_gather(&gather, at));
-    LAUNCH(sits_k_attn_prefill(&attend, at));
+    LAUNCH(is_hopper ? sits_k_attn_prefill_sm90(&attend, at) : sits_k_attn_prefill(&attend, at));
   }
   return SITS_OK;
 }

@@ -365,6 +365,52 @@ static void many_tokens(struct lab *lab)
   }
 }
 
+/* ---- prefill attention: one sequence whose tokens are all new ---- */
+
+static void prefill_body(struct lab *lab, const void *arg, bool pdl)
+{
+  const struct decode_arg *a = arg;
+  const int64_t capacity = a->n_tokens;
+  uint8_t *at = lab->kv; /* q, out, k, v: their contents do not matter here */
+  const int64_t rows = (int64_t)a->n_tokens * H * D * 2;
+  const struct k_attn_prefill p = {.kv = {.layer = 0,
+                                          .n_heads = H,
+                                          .n_kv_heads = G,
+                                          .head_dim = D,
+                                          .n_tokens = a->n_tokens,
+                                          .n_seqs = 1,
+                                          .seq_start = lab->ints,
+                                          .kv_len = lab->ints + 512},
+                                   .q = at,
+                                   .out = at + rows,
+                                   .k = at + 2 * rows,
+                                   .v = at + 3 * rows,
+                                   .capacity = capacity,
+                                   .offset = lab->ints + 1024,
+                                   .n_seqs = 1,
+                                   .max_new = a->n_tokens};
+  for (int l = 0; l < 4; l++)
+    check(lab, a->which ? sits_k_attn_prefill_sm90(&p, at_of(lab, pdl)) : sits_k_attn_prefill(&p, at_of(lab, pdl)), "prefill");
+}
+
+static void prefill_attention(struct lab *lab)
+{
+  static const int32_t lengths[] = {2048, 8192, 30720};
+  char name[64];
+  for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+    const int32_t host[2] = {0, lengths[i]}, len = lengths[i], zero = 0;
+    check(lab, cudaMemcpy(lab->ints, host, sizeof host, cudaMemcpyHostToDevice), "copy");
+    check(lab, cudaMemcpy(lab->ints + 512, &len, sizeof len, cudaMemcpyHostToDevice), "copy");
+    check(lab, cudaMemcpy(lab->ints + 1024, &zero, sizeof zero, cudaMemcpyHostToDevice), "copy");
+    for (int which = 1; which >= 0; which--) {
+      const struct decode_arg arg = {lengths[i], which, false, 0};
+      if (which == 0 && i > 0) continue;
+      snprintf(name, sizeof name, "prefill attention %d, %s", lengths[i], which ? "wgmma" : "mma.sync");
+      report(lab, name, prefill_body, &arg, 4, (double)lengths[i] * (2 * H + 2 * G) * D * 2, 2.0 * lengths[i] * lengths[i] * H * D);
+    }
+  }
+}
+
 static void read_body(struct lab *lab, const void *arg, bool pdl)
 {
   (void)arg, (void)pdl;
@@ -381,6 +427,8 @@ int bench_kernels(int argc, char **argv)
   if (!lab.failed) check(&lab, sits_k_w4a16_init(), "init");
   if (!lab.failed) check(&lab, sits_k_w4a8_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_decode_init(), "init");
+  if (!lab.failed) check(&lab, sits_k_attn_prefill_init(), "init");
+  if (!lab.failed) check(&lab, sits_k_attn_prefill_sm90_init(), "init");
   if (!lab.failed) make(&lab);
   if (!lab.failed) {
     const double us = median_us(&lab, read_body, NULL, false);
@@ -389,6 +437,7 @@ int bench_kernels(int argc, char **argv)
     few_tokens(&lab);
     attention(&lab);
     many_tokens(&lab);
+    prefill_attention(&lab);
   }
   json_t *out = bench_header("kernels", argc, argv);
   json_object_update_new(out, json_pack("{s:s, s:f, s:O}", "device", "cuda", "read_tb_per_s", lab.read_tb_s, "kernels", lab.rows));

@@ -15,7 +15,7 @@
 
 struct throughput_options {
   const char *model, *device, *isa, *recipe, *kv_cache_dtype, *prefill, *batch, *json;
-  int64_t threads, context, steps, repeat, max_batch_tokens;
+  int64_t threads, context, steps, repeat, prompts, max_batch_tokens;
   bool unfused, sample, no_graphs;
 };
 
@@ -33,6 +33,7 @@ static const struct option_spec specs[] = {
     {"batch", OPTION_STRING, AT(batch), "1,8", 0, 0, "", 0, NULL, "Options", "Decode batch sizes, comma separated; none: \"\"."},
     {"context", OPTION_INT, AT(context), "128", 1, 1048576, "tokens", 0, NULL, "Options", "Tokens in the cache when decode starts."},
     {"steps", OPTION_INT, AT(steps), "64", 1, 100000, "steps", 0, NULL, "Options", "Decode steps."},
+    {"prompts", OPTION_INT, AT(prompts), "1", 1, 256, "prompts", 0, NULL, "Options", "Prompts of a prefill run, read side by side."},
     {"repeat", OPTION_INT, AT(repeat), "3", 1, 1000, "runs", 0, NULL, "Options", "Prefill runs."},
     {"max-batch-tokens", OPTION_INT, AT(max_batch_tokens), "512", 1, 65536, "tokens", 0, NULL, "Options", "Tokens of a prefill step."},
     {"unfused", OPTION_BOOL, AT(unfused), "false", 0, 0, "", 0, NULL, "Options", "Plain ops only."},
@@ -114,12 +115,13 @@ static int64_t run_step(struct steps *steps, int32_t first_seq, int32_t n_seqs, 
   return clock_monotonic_us() - start_us;
 }
 
-/* Read n tokens of one sequence in chunks; microseconds in all. */
-static int64_t read_prompt(struct steps *steps, int32_t seq, int32_t n, int32_t chunk)
+/* Read n tokens of each of n_seqs sequences in steps of at most `chunk` tokens; microseconds in all. */
+static int64_t read_prompts(struct steps *steps, int32_t seq, int32_t n_seqs, int32_t n, int32_t chunk)
 {
   int64_t total_us = 0;
-  for (int32_t at = 0; at < n; at += chunk) {
-    int64_t us = run_step(steps, seq, 1, at, n - at < chunk ? n - at : chunk);
+  const int32_t each = chunk / n_seqs > 0 ? chunk / n_seqs : 1;
+  for (int32_t at = 0; at < n; at += each) {
+    int64_t us = run_step(steps, seq, n_seqs, at, n - at < each ? n - at : each);
     if (us < 0) return -1;
     total_us += us;
   }
@@ -130,20 +132,23 @@ static json_t *measure_prefill(struct steps *steps, const struct throughput_opti
 {
   double runs[1000];
   for (int64_t i = -1; i < options->repeat; i++) { /* run -1 warms up */
-    int64_t us = read_prompt(steps, 0, n, (int32_t)options->max_batch_tokens);
+    int64_t us = read_prompts(steps, 0, (int32_t)options->prompts, n, (int32_t)options->max_batch_tokens);
     if (us < 0) return NULL;
     if (i >= 0) runs[i] = (double)us;
   }
   double median_us = bench_percentile(runs, options->repeat, 50);
-  fprintf(stderr, "prefill %6d tokens: %10.1f tokens/s  (%.2f ms)\n", n, n / median_us * 1e6, median_us / 1e3);
-  return json_pack("{s:i, s:f, s:f, s:f}", "tokens", n, "tokens_per_s", n / median_us * 1e6, "median_ms", median_us / 1e3, "min_ms",
+  const double tokens = (double)n * (double)options->prompts;
+  fprintf(stderr, "prefill %d x %6d tokens: %10.1f tokens/s  (%.2f ms)\n", (int)options->prompts, n, tokens / median_us * 1e6,
+      median_us / 1e3);
+  return json_pack("{s:i, s:I, s:f, s:f, s:f}", "tokens", n, "prompts", (json_int_t)options->prompts, "tokens_per_s",
+      tokens / median_us * 1e6, "median_ms", median_us / 1e3, "min_ms",
                    runs[0] / 1e3);
 }
 
 static json_t *measure_decode(struct steps *steps, const struct throughput_options *options, int32_t n_seqs, double *times)
 {
   for (int32_t s = 0; s < n_seqs; s++)
-    if (read_prompt(steps, s, (int32_t)options->context, (int32_t)options->max_batch_tokens) < 0) return NULL;
+    if (read_prompts(steps, s, 1, (int32_t)options->context, (int32_t)options->max_batch_tokens) < 0) return NULL;
   double device_us = 0;
   for (int64_t i = 0; i < options->steps; i++) {
     int64_t us = run_step(steps, 0, n_seqs, (int32_t)(options->context + i), 1);
@@ -176,7 +181,7 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   json_t *prefill = json_array(), *decode = json_array();
   int64_t most_seqs = largest(batches, n_batches), longest_prompt = largest(prompts, n_prompts);
   int64_t longest = options->context + options->steps;
-  if (most_seqs < 1) most_seqs = 1;
+  if (most_seqs < options->prompts) most_seqs = options->prompts;
   int32_t pages_per_seq = (int32_t)(((longest_prompt > longest ? longest_prompt : longest) + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
   int64_t most_tokens = options->max_batch_tokens > most_seqs ? options->max_batch_tokens : most_seqs;
   struct runner_options open = {

@@ -1,0 +1,203 @@
+/* out[t][h] = softmax(q K^T / sqrt(D)) V, causal (and windowed), by wgmma: the Hopper form of prefill_f16.cu.
+ *
+ * Arguments: struct k_attn_prefill (kernels.h). q [T][H][D] f16, rotated; k, v gathered with is_tiled: tiles of 128 keys of one KV head,
+ *   [D/64 slabs][128 keys][64 values] with 16-byte chunk c of key r at c ^ (r & 7); keys beyond the sequence are zeros.
+ * Work split: a CTA takes 128 tokens of one sequence and one query head: two warpgroups of 64 rows and a loader warp; keys in tiles of
+ * 128.
+ *   Token tiles run from the last (longest) to the first. A warpgroup skips nothing: tiles that only the other one sees are masked.
+ * Shared memory: q 256 D, two stages of K and of V of 256 D bytes each: 160 KiB at D = 128, one CTA per SM, at most 224 registers.
+ * Pipeline: the loader brings K and V of a tile by one bulk copy each, full[stage] counts bytes, empty[stage] the two warpgroups. Inside
+ * a
+ *   warpgroup S = Q K^T, softmax and O += P V follow each other; the two warpgroups drift apart and fill each other's gaps.
+ * Numerics: f16 products, f32 sums, running maximum, base-2 exponentials, P rounded to f16; masked scores are -inf, a row whose tiles are
+ * all
+ *   masked so far keeps maximum -1e30 and sum 0. Tolerance 2e-3 of the norm.
+ * Limits: D 64 or 128, sm_90a. Others: prefill_f16.cu.
+ * Cost: 4 T L D operations a head; bound by tensor cores.
+ * Links: twin ref_attention, test tests/gpu/test_attention.c.
+ */
+#include "common/launch.cuh"
+#include "common/wgmma.cuh"
+#include "kernels.h"
+
+namespace {
+constexpr int QUERIES = 128, KEYS = 128, STAGES = 2, THREADS = 288;
+
+struct params {
+  k_attn_prefill a;
+  float scale;
+  int n_tiles;
+};
+
+template <int D> struct shape {
+  static constexpr int SLABS = D / 64, SLAB = KEYS * 128, TILE = SLABS * SLAB; /* bytes of q, of a K tile, of a V tile alike */
+  static constexpr int SMEM = 1024 + TILE + 2 * STAGES * TILE;
+};
+
+#if SITS_SM90
+struct bounds {
+  int first_pos, n_rows, tile_lo, tile_hi, window;
+};
+
+/* The CTA's query rows -> swizzled slabs; rows beyond the sequence are zeros. All consumer threads. */
+template <int D> SITS_DEV void load_queries(const k_attn_prefill &a, uint8_t *dst, int row0, int n_rows, int head) {
+  constexpr int CHUNKS = D / 8;
+  for (int i = threadIdx.x; i < QUERIES * CHUNKS; i += 256) {
+    const int r = i / CHUNKS, c = i % CHUNKS;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (r < n_rows) v = *(const uint4 *)((const __half *)a.q + ((size_t)(row0 + r) * a.kv.n_heads + head) * D + c * 8);
+    *(uint4 *)(dst + (c >> 3) * shape<D>::SLAB + r * 128 + (((c & 7) ^ (r & 7)) << 4)) = v;
+  }
+}
+
+/* Scores of 64 rows by 128 keys -> probabilities as the A operand of the next product; O and the sums are rescaled. */
+template <int D> SITS_DEV void softmax_tile(float (&s)[64], float (&o)[D / 2], float (&m)[2], float (&l)[2], uint32_t (&p)[8][4],
+                                            float scale, int limit, int low, bool masked, int t) {
+  float f[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float top = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < 16; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float &x = s[j * 4 + h * 2 + e];
+        if (masked) {
+          const int key = j * 8 + t * 2 + e;
+          x = key <= limit + h * 8 && key >= low + h * 8 ? x : -INFINITY;
+        }
+        top = fmaxf(top, x);
+      }
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    const float next = fmaxf(m[h], top * scale);
+    f[h] = exp2_fast(m[h] - next);
+    m[h] = next;
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < 16; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float &x = s[j * 4 + h * 2 + e];
+        x = exp2_fast(fmaf(x, scale, -next));
+        sum += x;
+      }
+    l[h] = l[h] * f[h] + sum;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; k++) {
+    p[k][0] = pack_half2(s[k * 8], s[k * 8 + 1]), p[k][1] = pack_half2(s[k * 8 + 2], s[k * 8 + 3]);
+    p[k][2] = pack_half2(s[k * 8 + 4], s[k * 8 + 5]), p[k][3] = pack_half2(s[k * 8 + 6], s[k * 8 + 7]);
+  }
+  if (__any_sync(~0u, f[0] != 1.f || f[1] != 1.f)) {
+#pragma unroll
+    for (int j = 0; j < D / 8; j++) o[j * 4] *= f[0], o[j * 4 + 1] *= f[0], o[j * 4 + 2] *= f[1], o[j * 4 + 3] *= f[1];
+  }
+}
+
+template <int D>
+SITS_DEV void attend(const params &args, const bounds &b, uint32_t q, uint32_t ring, uint32_t full, uint32_t empty, __half *out) {
+  using C = shape<D>;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row = warp * 16 + g; /* 0..127 */
+  const uint32_t my_q = q + (warp >> 2) * 64 * 128;
+  float o[D / 2], m[2] = {-1e30f, -1e30f}, l[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < D / 2; i++) o[i] = 0.f;
+  int slot = 0;
+  uint32_t parity = 0;
+  for (int j = b.tile_lo; j <= b.tile_hi; j++) {
+    const uint32_t k = ring + slot * 2 * C::TILE, v = k + C::TILE;
+    float s[64];
+    uint32_t p[8][4];
+    bar_wait(full + slot * 8, parity);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < D / 16; kk++) {
+      const uint32_t at = (kk >> 2) * C::SLAB + (kk & 3) * 32;
+      wgmma_f16<128>::mul_ss(s, wgmma_tile(my_q + at), wgmma_tile(k + at), kk > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    const bool masked = j * KEYS + KEYS - 1 > b.first_pos || (b.window > 0 && j * KEYS <= b.first_pos + QUERIES - 1 - b.window);
+    const int limit = b.first_pos + row - j * KEYS, low = b.window > 0 ? limit - b.window + 1 : -(1 << 30);
+    softmax_tile<D>(s, o, m, l, p, args.scale, limit, low, masked, t);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < KEYS / 16; kk++) wgmma_f16<D>::mul_rs(o, p[kk], wgmma_tile_mn(v + kk * 2048, C::SLAB));
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (lane == 0) bar_arrive(empty + slot * 8);
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float sum = l[h];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float inv = sum > 0.f ? 1.f / sum : 0.f;
+    if (row + h * 8 >= b.n_rows) continue;
+    uint32_t *to = (uint32_t *)(out + (size_t)(row + h * 8) * args.a.kv.n_heads * D);
+#pragma unroll
+    for (int j = 0; j < D / 8; j++) to[j * 4 + t] = pack_half2(o[j * 4 + h * 2] * inv, o[j * 4 + h * 2 + 1] * inv);
+  }
+}
+#endif
+
+template <int D> __global__ void __launch_bounds__(THREADS, 1) attn_prefill_sm90_kernel(const __grid_constant__ params args) {
+#if SITS_SM90
+  using C = shape<D>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  grid_trigger();
+  const k_attn_prefill &a = args.a;
+  const k_kv_view &kv = a.kv;
+  const int tile = args.n_tiles - 1 - blockIdx.x, head = blockIdx.y, seq = a.seq0 + blockIdx.z;
+  const int begin = kv.seq_start[seq], n_new = kv.seq_start[seq + 1] - begin, t0 = tile * QUERIES;
+  if (t0 >= n_new || (a.skip_single && n_new == 1)) {
+    grid_wait();
+    return;
+  }
+  bounds b;
+  b.first_pos = kv.kv_len[seq] - n_new + t0, b.n_rows = min(QUERIES, n_new - t0), b.window = kv.window;
+  b.tile_lo = kv.window > 0 ? max(0, b.first_pos - kv.window + 1) / KEYS : 0, b.tile_hi = (b.first_pos + b.n_rows - 1) / KEYS;
+  const uint32_t full = smem_addr(smem), empty = full + 8 * STAGES, q = full + 1024, ring = q + C::TILE;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, 8);
+    bar_fence_init();
+  }
+  __syncthreads();
+  grid_wait();
+  if (threadIdx.x >= 256) { /* loader */
+    if (threadIdx.x > 256) return;
+    const size_t first = ((size_t)(head / (kv.n_heads / kv.n_kv_heads)) * a.capacity + a.offset[seq]) * D;
+    int slot = 0;
+    uint32_t parity = 1;
+    for (int j = b.tile_lo; j <= b.tile_hi; j++) {
+      bar_wait(empty + slot * 8, parity);
+      bar_arrive_expect(full + slot * 8, 2 * C::TILE);
+      bulk_load(ring + slot * 2 * C::TILE, (const __half *)a.k + first + (size_t)j * KEYS * D, C::TILE, full + slot * 8);
+      bulk_load(ring + slot * 2 * C::TILE + C::TILE, (const __half *)a.v + first + (size_t)j * KEYS * D, C::TILE, full + slot * 8);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    return;
+  }
+  load_queries<D>(a, smem + 1024, begin + t0, b.n_rows, head);
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); /* the tensor cores read what ordinary stores wrote */
+  asm volatile("bar.sync 1, 256;" ::: "memory");
+  attend<D>(args, b, q, ring, full, empty, (__half *)a.out + ((size_t)(begin + t0) * kv.n_heads + head) * D);
+#endif
+}
+} // namespace
+
+extern "C" int sits_k_attn_prefill_sm90_init(void) {
+  int e = prepare_kernel(attn_prefill_sm90_kernel<64>, shape<64>::SMEM);
+  return e ? e : prepare_kernel(attn_prefill_sm90_kernel<128>, shape<128>::SMEM);
+}
+
+extern "C" int sits_k_attn_prefill_sm90(const struct k_attn_prefill *a, struct k_stream at) {
+  if (!k_attn_prefill_takes(a->kv.head_dim)) return cudaErrorInvalidValue;
+  params p = {*a, 1.4426950408889634f / sqrtf((float)a->kv.head_dim), (a->max_new + QUERIES - 1) / QUERIES};
+  const dim3 grid(p.n_tiles, a->kv.n_heads, a->n_seqs), block(THREADS);
+  cudaStream_t stream = (cudaStream_t)at.stream;
+  return a->kv.head_dim == 64 ? launch_kernel(attn_prefill_sm90_kernel<64>, grid, block, shape<64>::SMEM, stream, at.pdl, p)
+                              : launch_kernel(attn_prefill_sm90_kernel<128>, grid, block, shape<128>::SMEM, stream, at.pdl, p);
+}
