@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -101,7 +102,7 @@ def main():
               f"ids {'differ' if row['same_ids'] is False else 'equal' if row['same_ids'] else ''}", flush=True)
   if args.out:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    names = [os.path.basename(argument) if os.sep in argument else argument for argument in sys.argv]
+    names = [re.sub(r"(?<![^=:])[^=:]*/", "", argument) for argument in sys.argv]
     result = {"date": datetime.date.today().isoformat(), "commit": commit, "machine": cpu_model(), "command": " ".join(names),
               "tokenizers_version": tokenizers.__version__, "what": "CPU time of one thread, best of the runs", "figures": rows}
     with open(args.out, "w", encoding="utf-8") as file:
