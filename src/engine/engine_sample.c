@@ -1,4 +1,4 @@
-/* See engine_sample.h. Passes over the vocabulary are written on 4-float vectors, which every x86-64 has. */
+/* See engine_sample.h. Passes over the whole vocabulary are in engine_vec.h; what is here works on the few ids near the best. */
 #include "engine/engine_sample.h"
 
 #include <math.h>
@@ -9,18 +9,7 @@
 
 enum { N_BUCKETS = ENGINE_SAMPLE_BUCKETS, PURPOSE_DRAW = 0 };
 static const float BUCKET_RANGE = 32; /* exp(-32) of the best: what lies beyond shares the last bucket */
-
-/* GCC vectors: a plain array of four floats with elementwise operators. */
-#define LANES 4
-typedef float vec __attribute__((vector_size(16), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(16), aligned(4), may_alias));
-
-/* What a draw is made from: p(id) = weight / total for ids with score > cut and the n_ties lowest ids with score == cut. */
-struct kept {
-  float cut, max;
-  int32_t n_ties;
-  double total;
-};
+static const float NEAR = 8;          /* ids whose weight is at least exp(-8) of the best are looked at first */
 
 static void philox(uint32_t counter[4], uint32_t key0, uint32_t key1)
 {
@@ -47,12 +36,14 @@ double engine_uniform(uint64_t seed, int32_t choice, int32_t position, uint32_t 
 enum sits_status engine_sampler_init(struct engine_sampler *sampler, int32_t n_vocab)
 {
   size_t n = (size_t)n_vocab;
-  *sampler = (struct engine_sampler){.n_vocab = n_vocab};
+  *sampler = (struct engine_sampler){.n_vocab = n_vocab, .vec = engine_vec_best()};
   sampler->scores = mem_aligned(64, n * sizeof(float));
   sampler->weights = mem_aligned(64, n * sizeof(float));
+  sampler->sums = mem_calloc(n / ENGINE_VEC_BLOCK + 1, sizeof(double));
   sampler->counts = mem_calloc(n, sizeof(int32_t));
+  sampler->kept = mem_calloc(n + 1, sizeof(int32_t)); /* collect writes one place ahead */
   sampler->ranked = mem_alloc(n * sizeof *sampler->ranked);
-  if (sampler->scores && sampler->weights && sampler->counts && sampler->ranked) return SITS_OK;
+  if (sampler->scores && sampler->weights && sampler->sums && sampler->counts && sampler->kept && sampler->ranked) return SITS_OK;
   engine_sampler_fini(sampler);
   return SITS_NOMEM;
 }
@@ -61,87 +52,20 @@ void engine_sampler_fini(struct engine_sampler *sampler)
 {
   mem_free(sampler->scores);
   mem_free(sampler->weights);
+  mem_free(sampler->sums);
   mem_free(sampler->counts);
+  mem_free(sampler->kept);
   mem_free(sampler->ranked);
   *sampler = (struct engine_sampler){0};
 }
 
-/* Largest value; NaN counts as -infinity because every comparison with it is false. */
-static float max_of(const float *x, int32_t n)
+static int32_t argmax(const struct engine_sampler *sampler, const float *x)
 {
-  float best = -INFINITY;
-  int32_t i = 0;
-  if (n >= LANES * 2) {
-    vec a = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, b = a;
-    for (; i + LANES * 2 <= n; i += LANES * 2) {
-      vec p = *(const vec *)(x + i), q = *(const vec *)(x + i + LANES);
-      ivec keep_p = p > a, keep_q = q > b;
-      a = (vec)(((ivec)p & keep_p) | ((ivec)a & ~keep_p));
-      b = (vec)(((ivec)q & keep_q) | ((ivec)b & ~keep_q));
-    }
-    for (int lane = 0; lane < LANES; lane++) {
-      if (a[lane] > best) best = a[lane];
-      if (b[lane] > best) best = b[lane];
-    }
-  }
-  for (; i < n; i++) {
-    if (x[i] > best) best = x[i];
-  }
-  return best;
-}
-
-static int32_t argmax(const float *x, int32_t n)
-{
-  float best = max_of(x, n);
-  for (int32_t i = 0; i < n; i++) {
+  float best = sampler->vec->max(x, sampler->n_vocab);
+  for (int32_t i = 0; i < sampler->n_vocab; i++) {
     if (x[i] == best) return i;
   }
   return 0; /* all NaN */
-}
-
-/* exp for x <= 0: 2^k * p(r), Cephes' degree-5 polynomial, relative error under 2e-7; below -87 it is 0. */
-static inline vec exp_vec(vec x)
-{
-  const vec low = {-87, -87, -87, -87}, zero = {0, 0, 0, 0};
-  ivec live = x >= low; /* false for NaN */
-  x = (vec)((ivec)x & live);
-  vec t = x * 1.44269504088896341f - 0.5f;
-  ivec k = __builtin_convertvector(t, ivec); /* truncates: t <= 0, so this rounds x / ln 2 to nearest */
-  vec kf = __builtin_convertvector(k, vec);
-  vec r = x - kf * 0.693359375f + kf * 2.12194440e-4f;
-  vec y = zero + 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  ivec scale = (k + 127) << 23;
-  return (vec)((ivec)(y * (vec)scale) & live);
-}
-
-/* out[i] = exp((x[i] - max) * rate); returns the sum, added in blocks so that single precision loses nothing. out may be NULL. */
-static double exp_all(const float *x, int32_t n, float max, float rate, float *out)
-{
-  double sum = 0;
-  int32_t i = 0;
-  while (i + LANES <= n) {
-    int32_t end = i + 512 * LANES <= n ? i + 512 * LANES : n - (n - i) % LANES;
-    vec part = {0, 0, 0, 0};
-    for (; i < end; i += LANES) {
-      vec e = exp_vec((*(const vec *)(x + i) - max) * rate);
-      if (out) *(vec *)(out + i) = e;
-      part += e;
-    }
-    sum += (double)part[0] + part[1] + part[2] + part[3];
-  }
-  for (; i < n; i++) {
-    vec one = {(x[i] - max) * rate, -100, -100, -100};
-    float e = exp_vec(one)[0];
-    if (out) out[i] = e;
-    sum += e;
-  }
-  return sum;
 }
 
 static bool is_stop(const struct engine_draw *draw, int32_t i, int32_t *id)
@@ -236,102 +160,145 @@ static inline int32_t bucket_of(float score, float max, float rate)
   return d < N_BUCKETS - 1 ? (int32_t)d : N_BUCKETS - 1; /* NaN and far ones: the last */
 }
 
-/* The kept set so far: ids with score > cut, and the first n_ties of those equal to it. Find the smallest leading part of it that holds
- * max_count ids or `mass` of weight, whichever is fewer. */
-static void shrink(struct engine_sampler *sampler, const float *scores, float rate, struct kept *d, int64_t max_count,
-                   double mass)
+/* Cut kept[0..n) (ascending ids) down to its smallest leading part by score, lower ids first among equals, that holds max_count ids or
+ * `mass` of weight, whichever is fewer. Returns the new count; *total becomes its weight. */
+static int32_t shrink(struct engine_sampler *sampler, const float *scores, int32_t n, float max, float rate, int64_t max_count, double mass,
+                      double *total)
 {
-  int32_t *counts = sampler->bucket_counts;
-  double *sums = sampler->bucket_sums;
+  int32_t *counts = sampler->bucket_counts, *kept = sampler->kept;
+  double *bucket_sums = sampler->bucket_sums, sum = 0;
   memset(counts, 0, sizeof sampler->bucket_counts);
-  memset(sums, 0, sizeof sampler->bucket_sums);
-  int32_t n_vocab = sampler->n_vocab, ties = 0;
-  for (int32_t i = 0; i < n_vocab; i++) {
-    if (!(scores[i] >= d->cut) || (scores[i] == d->cut && ties++ >= d->n_ties)) continue;
-    int32_t b = bucket_of(scores[i], d->max, rate);
-    counts[b]++;
-    sums[b] += sampler->weights[i];
-  }
-  int32_t edge = 0;
-  int64_t count = 0;
-  double sum = 0;
-  while (edge < N_BUCKETS - 1 && count + counts[edge] < max_count && sum + sums[edge] < mass) {
-    count += counts[edge];
-    sum += sums[edge++];
-  }
-  int32_t n = 0;
-  ties = 0;
-  for (int32_t i = 0; i < n_vocab; i++) {
-    if (!(scores[i] >= d->cut) || (scores[i] == d->cut && ties++ >= d->n_ties)) continue;
-    if (bucket_of(scores[i], d->max, rate) == edge) sampler->ranked[n++] = (struct engine_ranked){scores[i], i};
-  }
-  sort_ranked(sampler->ranked, n);
+  memset(bucket_sums, 0, sizeof sampler->bucket_sums);
   for (int32_t i = 0; i < n; i++) {
+    int32_t b = bucket_of(scores[kept[i]], max, rate);
+    counts[b]++;
+    bucket_sums[b] += sampler->weights[kept[i]];
+  }
+  int32_t edge = 0, n_edge = 0;
+  int64_t count = 0;
+  while (edge < N_BUCKETS - 1 && count + counts[edge] < max_count && sum + bucket_sums[edge] < mass) {
+    count += counts[edge];
+    sum += bucket_sums[edge++];
+  }
+  for (int32_t i = 0; i < n; i++) {
+    if (bucket_of(scores[kept[i]], max, rate) == edge) sampler->ranked[n_edge++] = (struct engine_ranked){scores[kept[i]], kept[i]};
+  }
+  sort_ranked(sampler->ranked, n_edge);
+  struct engine_ranked last = {-INFINITY, INT32_MAX}; /* nothing to cut off */
+  for (int32_t i = 0; i < n_edge && count < max_count && sum < mass; i++) {
     sum += sampler->weights[sampler->ranked[i].id];
     count++;
-    if (i > 0 && sampler->ranked[i].value == d->cut) d->n_ties++;
-    else d->n_ties = 1;
-    d->cut = sampler->ranked[i].value;
-    if (count >= max_count || sum >= mass) break;
+    last = sampler->ranked[i];
   }
-  d->total = sum;
-}
-
-static void filter(struct engine_sampler *sampler, const float *scores, const struct sits_sampling *s, struct kept *d)
-{
-  float rate = 1 / s->temperature;
-  int32_t n_vocab = sampler->n_vocab;
-  d->max = max_of(scores, n_vocab);
-  d->cut = -INFINITY;
-  d->n_ties = 0; /* -infinity has no weight */
-  d->total = exp_all(scores, n_vocab, d->max, rate, sampler->weights);
-  if (s->min_p > 0) {
-    d->cut = d->max + s->temperature * logf(s->min_p);
-    if (d->cut > d->max) d->cut = d->max;
-    d->n_ties = n_vocab;
-    d->total = 0;
-    for (int32_t i = 0; i < n_vocab; i++) d->total += scores[i] >= d->cut ? (double)sampler->weights[i] : 0;
-  }
-  if (s->top_k > 0 && s->top_k < n_vocab) shrink(sampler, scores, rate, d, s->top_k, INFINITY);
-  if (s->top_p < 1) shrink(sampler, scores, rate, d, INT64_MAX, (double)s->top_p * d->total);
-}
-
-static int32_t pick(const float *scores, const float *weights, int32_t n, const struct kept *d, double u)
-{
-  double at = u * d->total, sum = 0;
-  int32_t ties = 0, last = -1;
+  int32_t n_left = 0;
   for (int32_t i = 0; i < n; i++) {
-    if (!(scores[i] >= d->cut) || (scores[i] == d->cut && ties++ >= d->n_ties) || weights[i] <= 0) continue;
-    sum += weights[i];
+    struct engine_ranked r = {scores[kept[i]], kept[i]};
+    if (!ranks_before(last, r)) kept[n_left++] = kept[i];
+  }
+  *total = sum;
+  return n_left;
+}
+
+static double weight_of(const struct engine_sampler *sampler, int32_t n)
+{
+  double sum = 0;
+  for (int32_t i = 0; i < n; i++) sum += sampler->weights[sampler->kept[i]];
+  return sum;
+}
+
+/* Apply min_p, top_k and top_p: the ids left lie in sampler->kept, ascending; returns how many, and their weight in *total. What can be
+ * decided among the ids near the best is decided there, which is nearly always; else all ids are listed. `all` is the weight of all. */
+static int32_t filter(struct engine_sampler *sampler, const float *scores, const struct sits_sampling *s, float max, double all,
+                      double *total)
+{
+  const struct engine_vec *vec = sampler->vec;
+  float rate = 1 / s->temperature, near = max - NEAR * s->temperature;
+  float least = s->min_p > 0 ? fminf(max, max + s->temperature * logf(s->min_p)) : -INFINITY;
+  bool has_top_k = s->top_k > 0 && s->top_k < sampler->n_vocab, has_top_p = s->top_p < 1;
+  int32_t n = vec->collect(scores, sampler->n_vocab, least > near ? least : near, sampler->kept);
+  double sum = weight_of(sampler, n);
+  bool is_enough = least >= near || (s->min_p <= 0 && (has_top_k ? n >= s->top_k : sum >= (double)s->top_p * all));
+  if (!is_enough) {
+    n = vec->collect(scores, sampler->n_vocab, least, sampler->kept);
+    sum = weight_of(sampler, n);
+  }
+  /* Without min_p and top_k the share is of everything, listed or not. */
+  double whole = s->min_p <= 0 && !has_top_k ? all : sum;
+  if (has_top_k) {
+    n = shrink(sampler, scores, n, max, rate, s->top_k, INFINITY, &sum);
+    whole = sum;
+  }
+  if (has_top_p) n = shrink(sampler, scores, n, max, rate, INT64_MAX, (double)s->top_p * whole, &sum);
+  *total = sum;
+  return n;
+}
+
+/* The id on which u * total falls when the kept weights are laid end to end. */
+static int32_t pick_kept(const struct engine_sampler *sampler, int32_t n, double at)
+{
+  double sum = 0;
+  int32_t last = -1;
+  for (int32_t i = 0; i < n; i++) {
+    float weight = sampler->weights[sampler->kept[i]];
+    if (weight <= 0) continue;
+    sum += weight;
+    last = sampler->kept[i];
+    if (sum > at) return last;
+  }
+  return last; /* rounding at the very end */
+}
+
+static int32_t pick_any(const struct engine_sampler *sampler, double at)
+{
+  int32_t n = sampler->n_vocab, n_blocks = (n + ENGINE_VEC_BLOCK - 1) / ENGINE_VEC_BLOCK, block = 0, last = -1;
+  while (block < n_blocks - 1 && at >= sampler->sums[block]) at -= sampler->sums[block++];
+  int32_t end = (block + 1) * ENGINE_VEC_BLOCK < n ? (block + 1) * ENGINE_VEC_BLOCK : n;
+  double sum = 0;
+  for (int32_t i = block * ENGINE_VEC_BLOCK; i < end; i++) {
+    if (sampler->weights[i] <= 0) continue;
+    sum += sampler->weights[i];
     last = i;
     if (sum > at) return i;
   }
-  return last >= 0 ? last : argmax(scores, n); /* rounding at the very end; or nothing but NaN */
+  return last;
 }
 
 int32_t engine_sample(struct engine_sampler *sampler, const float *logits, const struct engine_draw *draw)
 {
+  const struct sits_sampling *s = draw->sampling;
   const float *scores = scores_of(sampler, logits, draw);
-  if (draw->sampling->temperature <= 0) return argmax(scores, sampler->n_vocab);
-  struct kept d;
-  filter(sampler, scores, draw->sampling, &d);
-  double u = engine_uniform(draw->sampling->seed, draw->choice, draw->n_tokens - draw->n_prompt, PURPOSE_DRAW);
-  return pick(scores, sampler->weights, sampler->n_vocab, &d, u);
+  if (s->temperature <= 0) return argmax(sampler, scores);
+  float max = sampler->vec->max(scores, sampler->n_vocab);
+  double total = sampler->vec->exp_sum(scores, sampler->n_vocab, max, 1 / s->temperature, sampler->weights, sampler->sums);
+  double u = engine_uniform(s->seed, draw->choice, draw->n_tokens - draw->n_prompt, PURPOSE_DRAW);
+  int32_t id;
+  if (s->min_p > 0 || s->top_p < 1 || (s->top_k > 0 && s->top_k < sampler->n_vocab)) {
+    int32_t n = filter(sampler, scores, s, max, total, &total);
+    id = pick_kept(sampler, n, u * total);
+  } else {
+    id = pick_any(sampler, u * total);
+  }
+  return id >= 0 ? id : argmax(sampler, scores); /* infinities or nothing but NaN: no weights to draw from */
 }
 
-/* The n best, best first, by insertion: after the first few hundred ids hardly any beats the worst kept one. */
-static int32_t best_n(const float *x, int32_t n_vocab, int32_t n, struct engine_ranked *best)
+/* The n best, best first, lower ids first among equals: those near the largest are listed, further and further until there are enough. */
+static int32_t best_n(struct engine_sampler *sampler, const float *x, float max, int32_t n, struct engine_ranked *best)
 {
+  int32_t n_kept = 0;
+  for (float reach = NEAR / 2; n_kept < n && reach < 1e6f; reach *= 4) {
+    n_kept = sampler->vec->collect(x, sampler->n_vocab, max - reach, sampler->kept);
+  }
+  if (n_kept < n) n_kept = sampler->vec->collect(x, sampler->n_vocab, -INFINITY, sampler->kept);
   int32_t n_best = 0;
-  for (int32_t i = 0; i < n_vocab; i++) {
-    if (n_best == n && !(x[i] > best[n - 1].value)) continue;
-    if (x[i] != x[i]) continue;
+  for (int32_t i = 0; i < n_kept; i++) {
+    float value = x[sampler->kept[i]];
+    if (n_best == n && !(value > best[n - 1].value)) continue;
     int32_t at = n_best < n ? n_best++ : n - 1;
-    while (at > 0 && x[i] > best[at - 1].value) {
+    while (at > 0 && value > best[at - 1].value) {
       best[at] = best[at - 1];
       at--;
     }
-    best[at] = (struct engine_ranked){x[i], i};
+    best[at] = (struct engine_ranked){value, sampler->kept[i]};
   }
   return n_best;
 }
@@ -344,12 +311,12 @@ static float floored(double logprob)
 void engine_logprobs(struct engine_sampler *sampler, const float *logits, int32_t token, int32_t n_top, struct engine_logprobs *out)
 {
   if (n_top < 0) return;
-  float max = max_of(logits, sampler->n_vocab);
-  double lse = (double)max + log(exp_all(logits, sampler->n_vocab, max, 1, NULL));
+  float max = sampler->vec->max(logits, sampler->n_vocab);
+  double lse = (double)max + log(sampler->vec->exp_sum(logits, sampler->n_vocab, max, 1, NULL, NULL));
   out->logprob = floored((double)logits[token] - lse);
   if (n_top > SITS_MAX_TOP_LOGPROBS) n_top = SITS_MAX_TOP_LOGPROBS;
   struct engine_ranked best[SITS_MAX_TOP_LOGPROBS];
-  out->n_top = n_top > 0 ? best_n(logits, sampler->n_vocab, n_top, best) : 0;
+  out->n_top = n_top > 0 ? best_n(sampler, logits, max, n_top, best) : 0;
   for (int32_t i = 0; i < out->n_top; i++) {
     out->top_token[i] = best[i].id;
     out->top_logprob[i] = floored((double)best[i].value - lse);

@@ -4,8 +4,8 @@
  * lowest id among equals). Else temperature, min_p, top_k, top_p, then a draw by inverse distribution in id order. Log probabilities are of
  * the model's own distribution, before any of that.
  *
- * Nothing is sorted whole: filters become a cut (a smallest logit, and how many of its equals stay), found through a histogram over the
- * distance from the largest logit and an exact sort of the one bucket that holds the boundary. Cost: a few passes over V.
+ * Nothing is sorted whole: the filters work on the ids near the best one (all ids only where those do not decide it), through a histogram
+ * over the distance from the best and an exact sort of the one bucket that holds the boundary. Cost: a few vector passes over V.
  * Randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by the seed, counter = (position,
  * choice, purpose): a draw depends on nothing else. Threads: one sampler per thread. Nothing allocates after engine_sampler_init.
  */
@@ -15,14 +15,18 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "engine/engine_vec.h"
 #include "sits2026/engine.h"
 
 #define ENGINE_SAMPLE_BUCKETS 2048
 
 struct engine_sampler {
   int32_t n_vocab;
+  const struct engine_vec *vec;
   float *scores;               /* [V] logits after penalties and bias */
   float *weights;              /* [V] exp((score - max) / temperature) */
+  double *sums;                /* [V / ENGINE_VEC_BLOCK + 1] of weights, by block */
+  int32_t *kept;               /* [V + 1] ids that the filters leave, ascending */
   int32_t *counts;             /* [V] zero between calls */
   struct engine_ranked *ranked;/* [V] scratch of the boundary bucket */
   int32_t bucket_counts[ENGINE_SAMPLE_BUCKETS];
