@@ -61,6 +61,7 @@ static enum sits_status create_parts(struct sits_engine *e)
   enum sits_status status = kv_create(&kv, &e->pages);
   if (status == SITS_OK) status = alps_create(&alps, &e->alps);
   if (status == SITS_OK) status = engine_sampler_init(&e->sampler, o->n_vocab);
+  if (status == SITS_OK) status = engine_pool_create(o->n_sampler_threads, o->n_vocab, &e->pool);
   if (status == SITS_OK && o->n_host_pages > 0) {
     e->host_memory = mem_aligned(64, (size_t)o->n_host_pages * e->page_bytes);
     if (!e->host_memory) status = SITS_NOMEM;
@@ -126,6 +127,7 @@ void engine_destroy(struct sits_engine *e)
   kv_destroy(e->pages);
   alps_destroy(e->alps);
   engine_sampler_fini(&e->sampler);
+  engine_pool_destroy(e->pool);
   mem_free(e->host_memory);
   mem_free(e->end_ids);
   mem_free(e->by_id);

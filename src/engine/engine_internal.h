@@ -3,6 +3,7 @@
  *   engine_step.c     the loop, as a table of contents           engine_batch.c    plan -> batch arrays, admission, pre-emption
  *   engine_output.c   rows -> tokens, events, ends               engine_stats.c    counters and histograms
  *   engine_draft.c    guesses by prompt lookup
+ *   engine_pool.c     rows drawn in parallel
  *   engine_deadline.c heap of deadlines                          engine_sample.c   one row -> one token
  *
  * Tags: [init] never changes after creation, [loop] engine thread only, [atomic], [mutex inbox], [mutex stats].
@@ -15,6 +16,7 @@
 
 #include "alps/alps.h"
 #include "engine/engine_core.h"
+#include "engine/engine_pool.h"
 #include "engine/engine_sample.h"
 #include "kv/kv.h"
 
@@ -89,6 +91,9 @@ struct engine_row {
   int32_t position;               /* of the token whose logits these are */
   bool is_prompt;                 /* gives the logprob of prompt token position + 1 */
   bool is_draw;                   /* gives the next token */
+  bool is_ready;                  /* token and logprobs have been made by the pool */
+  int32_t token;
+  struct engine_logprobs logprobs;
 };
 
 struct sits_engine {
@@ -103,6 +108,8 @@ struct sits_engine {
   struct kv *pages;               /* [loop] */
   struct alps *alps;              /* [loop] */
   struct engine_sampler sampler;  /* [loop] */
+  struct engine_pool *pool;       /* [loop] */
+  const float *logits;            /* [loop] [R][V] of the newest batch */
   struct engine_choice **by_id;   /* [loop] [max_entries] */
   int32_t *free_ids;              /* [loop] [max_entries] */
   int32_t n_free_ids;

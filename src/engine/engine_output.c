@@ -100,25 +100,56 @@ static bool is_end(const struct sits_engine *engine, const struct engine_choice 
   return false;
 }
 
-static void fill_logprobs(struct sits_engine *engine, const float *logits, int32_t token, int32_t n_top, struct sits_event *event)
+static void put_logprobs(struct sits_event *event, const struct engine_logprobs *from)
 {
-  struct engine_logprobs got = {0};
-  engine_logprobs(&engine->sampler, logits, token, n_top, &got);
-  event->logprob = got.logprob;
-  event->n_top = got.n_top;
-  memcpy(event->top_token, got.top_token, (size_t)got.n_top * sizeof(int32_t));
-  memcpy(event->top_logprob, got.top_logprob, (size_t)got.n_top * sizeof(float));
+  event->logprob = from->logprob;
+  event->n_top = from->n_top;
+  memcpy(event->top_token, from->top_token, (size_t)from->n_top * sizeof(int32_t));
+  memcpy(event->top_logprob, from->top_logprob, (size_t)from->n_top * sizeof(float));
+}
+
+/* A token for a choice that holds n_tokens, and its logprobs if they are wanted. Reads shared state only: the pool's threads call it. */
+static void make_draw(const struct sits_engine *engine, struct engine_sampler *sampler, const struct engine_choice *choice,
+                      int32_t n_tokens, const float *logits, int32_t *token, struct engine_logprobs *logprobs)
+{
+  const struct sits_request_params *p = &choice->request->params;
+  const struct sits_sampling *s = &p->sampling;
+  struct engine_draw d = {.sampling = s, .tokens = choice->tokens, .n_tokens = n_tokens, .n_prompt = p->n_prompt, .choice = choice->index,
+                          .end_ids = engine->end_ids, .n_end_ids = s->ignore_eos ? 0 : engine->options.n_end_ids};
+  *token = engine_sample(sampler, logits, &d);
+  *logprobs = (struct engine_logprobs){0};
+  engine_logprobs(sampler, logits, *token, s->n_top_logprobs, logprobs);
+}
+
+/* engine_row_fn: everything about a row that does not depend on other rows. Behind a draft the sequence's tokens are the draft's, which
+ * is what they will be if the row counts at all. */
+static void make_row(void *user, struct engine_sampler *sampler, int32_t r)
+{
+  struct sits_engine *engine = user;
+  struct engine_row *row = &engine->rows[r];
+  const struct engine_choice *choice = engine->by_id[engine->plan.items[row->item].id];
+  const struct sits_request_params *p = &choice->request->params;
+  const float *logits = engine->logits + (int64_t)r * engine->options.n_vocab;
+  row->logprobs = (struct engine_logprobs){0};
+  if (row->is_prompt) engine_logprobs(sampler, logits, p->prompt[row->position + 1], p->sampling.n_prompt_logprobs, &row->logprobs);
+  else make_draw(engine, sampler, choice, row->position + 1, logits, &row->token, &row->logprobs);
+  row->is_ready = true;
 }
 
 /* Draw the choice's next token. Returns how it ended, SITS_FINISH_NONE when it goes on; the token is left in *token. The choice is not
  * finished here, because a leader must first serve those that fork from it. */
-static enum sits_finish draw(struct sits_engine *engine, struct engine_choice *choice, const float *logits, int32_t *token)
+static enum sits_finish draw(struct sits_engine *engine, struct engine_choice *choice, const struct engine_row *row, int32_t *token)
 {
   struct sits_request *request = choice->request;
   const struct sits_sampling *s = &request->params.sampling;
-  struct engine_draw d = {.sampling = s, .tokens = choice->tokens, .n_tokens = engine_known(choice), .n_prompt = request->params.n_prompt,
-                          .choice = choice->index, .end_ids = engine->end_ids, .n_end_ids = s->ignore_eos ? 0 : engine->options.n_end_ids};
-  *token = engine_sample(&engine->sampler, logits, &d);
+  struct engine_logprobs logprobs;
+  if (row->is_ready && engine->by_id[engine->plan.items[row->item].id] == choice) {
+    *token = row->token;
+    logprobs = row->logprobs;
+  } else { /* a fork draws from its leader's row */
+    const float *logits = engine->logits + (row - engine->rows) * (int64_t)engine->options.n_vocab;
+    make_draw(engine, &engine->sampler, choice, engine_known(choice), logits, token, &logprobs);
+  }
   int64_t now_us = engine->last_step_end_us;
   if (atomic_load(&request->times[TIME_FIRST_TOKEN]) == 0) {
     atomic_store(&request->times[TIME_FIRST_TOKEN], now_us);
@@ -128,7 +159,7 @@ static enum sits_finish draw(struct sits_engine *engine, struct engine_choice *c
   choice->last_token_us = now_us;
   if (is_end(engine, choice, *token)) return SITS_FINISH_STOP;
   struct sits_event event = {.kind = SITS_EVENT_TOKEN, .choice = choice->index, .token = *token};
-  if (s->n_top_logprobs >= 0) fill_logprobs(engine, logits, *token, s->n_top_logprobs, &event);
+  put_logprobs(&event, &logprobs);
   choice->tokens[engine_known(choice)] = *token;
   choice->n_out++;
   engine->stats.generation_tokens++;
@@ -136,10 +167,10 @@ static enum sits_finish draw(struct sits_engine *engine, struct engine_choice *c
   return choice->n_out >= s->max_tokens ? SITS_FINISH_LENGTH : SITS_FINISH_NONE;
 }
 
-static void prompt_row(struct sits_engine *engine, struct sits_request *request, const struct engine_row *row, const float *logits)
+static void prompt_row(struct sits_engine *engine, struct sits_request *request, const struct engine_row *row)
 {
   struct sits_event event = {.kind = SITS_EVENT_PROMPT_LOGPROB, .token = request->params.prompt[row->position + 1]};
-  fill_logprobs(engine, logits, event.token, request->params.sampling.n_prompt_logprobs, &event);
+  put_logprobs(&event, &row->logprobs);
   push(engine, request, &event);
   request->next_prompt_row = row->position + 2;
 }
@@ -161,14 +192,14 @@ static void commit(struct sits_engine *engine, struct engine_choice *choice, int
 }
 
 /* The prompt is read: every other living choice draws from the same row and goes its own way. */
-static void fork_choices(struct sits_engine *engine, struct engine_choice *lead, const float *logits)
+static void fork_choices(struct sits_engine *engine, struct engine_choice *lead, const struct engine_row *row)
 {
   struct sits_request *request = lead->request;
   for (int32_t i = 0; i < request->n_choices; i++) {
     struct engine_choice *choice = &request->choices[i];
     int32_t token = -1;
     if (choice == lead || choice->is_done) continue;
-    enum sits_finish finish = draw(engine, choice, logits, &token);
+    enum sits_finish finish = draw(engine, choice, row, &token);
     if (finish != SITS_FINISH_NONE) {
       engine_finish(engine, choice, finish, SITS_OK, finish == SITS_FINISH_STOP ? token : -1);
       continue;
@@ -192,20 +223,20 @@ static void fork_choices(struct sits_engine *engine, struct engine_choice *lead,
 /* Draws of one item, in order. With a draft behind the known tokens, row j is valid as long as the draws before it gave the draft's
  * tokens: a draw depends on logits, seed and position only, so the answer is the same with and without speculation. */
 static void draw_rows(struct sits_engine *engine, struct engine_choice *choice, const struct alps_item *item, int32_t n_rows,
-                      const float *logits)
+                      const struct engine_row *rows)
 {
   struct sits_request *request = choice->request;
-  int32_t n_vocab = engine->options.n_vocab, first_known = engine_known(choice);
+  int32_t first_known = engine_known(choice);
   int32_t n_draft = choice->n_computed + item->n_tokens - first_known, n_accepted = 0, token = -1;
   if (!request->is_forked) {
     commit(engine, choice, item->n_tokens); /* no draft before the first draw */
-    fork_choices(engine, choice, logits);
+    fork_choices(engine, choice, &rows[0]);
   }
   bool is_committed = choice->n_computed == first_known;
   enum sits_finish finish = SITS_FINISH_NONE;
   for (int32_t j = 0; j < n_rows; j++) {
     int32_t drafted = j < n_draft ? choice->tokens[first_known + j] : -1;
-    finish = draw(engine, choice, logits + (int64_t)j * n_vocab, &token);
+    finish = draw(engine, choice, &rows[j], &token);
     if (finish != SITS_FINISH_NONE || token != drafted) break;
     n_accepted++;
   }
@@ -228,7 +259,9 @@ static void count_compute(struct sits_engine *engine, struct sits_request *reque
 void engine_outputs(struct sits_engine *engine, const struct backend_result *result)
 {
   const struct backend_batch *batch = &engine->batch;
-  int32_t n_vocab = engine->options.n_vocab, r = 0;
+  int32_t r = 0;
+  engine->logits = result->logits;
+  engine_pool_run(engine->pool, &engine->sampler, batch->n_rows, make_row, engine);
   for (int32_t i = 0; i < engine->plan.n_items; i++) {
     const struct alps_item *item = &engine->plan.items[i];
     struct engine_choice *choice = engine->by_id[item->id];
@@ -236,12 +269,12 @@ void engine_outputs(struct sits_engine *engine, const struct backend_result *res
     if (item->n_tokens == 0) continue;
     count_compute(engine, request);
     for (; r < batch->n_rows && engine->rows[r].item == i && engine->rows[r].is_prompt; r++) {
-      prompt_row(engine, request, &engine->rows[r], result->logits + (int64_t)r * n_vocab);
+      prompt_row(engine, request, &engine->rows[r]);
     }
     int32_t first = r;
     while (r < batch->n_rows && engine->rows[r].item == i) r++;
     if (r > first) {
-      draw_rows(engine, choice, item, r - first, result->logits + (int64_t)first * n_vocab);
+      draw_rows(engine, choice, item, r - first, &engine->rows[first]);
     } else {
       commit(engine, choice, item->n_tokens);
       if (item->is_last) engine_finish_all(engine, request, SITS_FINISH_LENGTH, SITS_OK); /* max_tokens == 0 */

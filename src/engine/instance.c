@@ -2,12 +2,13 @@
 #include "engine/instance.h"
 
 #include <string.h>
+#include <unistd.h>
 
 #include "base/log.h"
 #include "base/mem.h"
 #include "engine/runner.h"
 
-enum { CPU_SEQS = 64, CPU_TOKENS = 512, CUDA_SEQS = 256, CUDA_TOKENS = 8192, MAX_PAGES = 1 << 24 };
+enum { CPU_SEQS = 64, CPU_TOKENS = 512, CUDA_SEQS = 256, CUDA_TOKENS = 8192, CUDA_SAMPLERS = 12, MAX_PAGES = 1 << 24 };
 
 struct instance {
   struct instance_options options;  /* model_path is not kept */
@@ -29,6 +30,10 @@ static void size_batches(struct instance *instance)
   if (o->max_num_seqs <= 0) o->max_num_seqs = cuda ? CUDA_SEQS : CPU_SEQS;
   if (o->max_num_batched_tokens <= 0) o->max_num_batched_tokens = cuda ? CUDA_TOKENS : CPU_TOKENS;
   if (o->max_num_batched_tokens < o->max_num_seqs) o->max_num_batched_tokens = o->max_num_seqs;
+  int64_t spare = sysconf(_SC_NPROCESSORS_ONLN) - 2;
+  if (spare > CUDA_SAMPLERS) spare = CUDA_SAMPLERS;
+  if (o->n_sampler_threads == 0 && cuda && spare > 0) o->n_sampler_threads = (int32_t)spare;
+  if (o->n_sampler_threads < 0) o->n_sampler_threads = 0;
   if (!(o->memory_utilization > 0)) o->memory_utilization = cuda ? 0.9 : 0.5;
 }
 
@@ -80,7 +85,8 @@ static enum sits_status create_engine(struct instance *instance, struct sits_err
       .max_waiting_tokens = o->max_waiting_tokens, .prefix_caching = o->prefix_caching,
       .n_host_pages = (int32_t)(o->swap_bytes / r->page_bytes > MAX_PAGES ? MAX_PAGES : o->swap_bytes / r->page_bytes),
       .itl_target_us = o->itl_target_us, .spec_max_tokens = o->spec_max_tokens, .spec_max_running = o->spec_max_running,
-      .chunked_prefill_off = o->chunked_prefill_off, .on_events = o->on_events, .events_user = o->events_user,
+      .chunked_prefill_off = o->chunked_prefill_off, .n_sampler_threads = o->n_sampler_threads,
+      .on_events = o->on_events, .events_user = o->events_user,
   };
   return engine_create(&engine, &instance->engine, err);
 }

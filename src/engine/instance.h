@@ -37,6 +37,7 @@ struct instance_options {
   int32_t spec_max_tokens;          /* 0 = no speculation */
   int32_t spec_max_running;         /* 0 = 8 */
   bool chunked_prefill_off;
+  int32_t n_sampler_threads;        /* helpers that draw tokens; 0 = none on cpu, up to 12 of the spare cores on cuda; -1 = none */
   engine_events_fn on_events;
   void *events_user;
 };
