@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/buf.h"
 #include "base/clock.h"
 #include "base/hash.h"
 #include "base/mem.h"
@@ -16,7 +17,7 @@
 struct throughput_options {
   const char *model, *device, *isa, *recipe, *kv_cache_dtype, *prefill, *batch, *json;
   int64_t threads, context, steps, repeat, prompts, max_batch_tokens;
-  bool unfused, sample, no_graphs;
+  bool unfused, print_plan, sample, no_graphs;
 };
 
 #define AT(field) offsetof(struct throughput_options, field)
@@ -37,10 +38,21 @@ static const struct option_spec specs[] = {
     {"repeat", OPTION_INT, AT(repeat), "3", 1, 1000, "runs", 0, NULL, "Options", "Prefill runs."},
     {"max-batch-tokens", OPTION_INT, AT(max_batch_tokens), "512", 1, 65536, "tokens", 0, NULL, "Options", "Tokens of a prefill step."},
     {"unfused", OPTION_BOOL, AT(unfused), "false", 0, 0, "", 0, NULL, "Options", "Plain ops only."},
+    {"print-plan", OPTION_BOOL, AT(print_plan), "false", 0, 0, "", 0, NULL, "Options", "Print the stitched program and measure nothing."},
     {"json", OPTION_STRING, AT(json), "", 0, 0, "", 0, NULL, "Options", "File for the result; default stdout."},
 };
 
 enum { MOST_SIZES = 32 };
+
+static int print_plan(const struct program *program)
+{
+  struct buf text;
+  buf_init(&text, 16 << 20);
+  const bool is_whole = program_write_plan(program, &text);
+  if (is_whole) fwrite(text.data, 1, text.size, stdout);
+  buf_fini(&text);
+  return is_whole ? 0 : 1;
+}
 
 /* Arrays of one batch, sized for the largest. Sequence s owns pages [s * pages_per_seq, ...). */
 struct steps {
@@ -192,6 +204,10 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   int status = 1;
   if (runner_open(&runner, &open, &err) || runner_kv_create(&runner, (int32_t)most_seqs * pages_per_seq, &err)) {
     fprintf(stderr, "%s\n", err.text);
+    goto done;
+  }
+  if (options->print_plan) {
+    status = print_plan(runner.program);
     goto done;
   }
   struct backend_info info;
