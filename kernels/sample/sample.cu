@@ -2,7 +2,7 @@
  *
  * Arguments: struct k_sample (kernels.h). logits [R][ld] f32. Parameters per row in device memory, so one captured graph serves all
  * requests.
- * Work split: one CTA of 512 threads per row; the row (513 KB at V = 128,256) stays in L2 between passes. Greedy rows need one pass.
+ * Work split: one CTA of 1,024 threads per row; the row (513 KB at V = 128,256) stays in L2 between passes. Greedy rows need one pass.
  * How: (1) maximum, argmax (lowest index wins) and the sum for the log probability. (2) top-k: the k-th largest value by radix descent on
  * the
  *   order-preserving integer of the float, 8 bits a round, counts in shared memory. (3) min-p: value >= max + T ln(min_p). (4) top-p: the
@@ -21,7 +21,7 @@
 #include "kernels.h"
 
 namespace {
-constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int THREADS = 1024, WARPS = THREADS / 32;
 typedef unsigned long long u64;
 
 struct shared_state {
@@ -43,7 +43,16 @@ SITS_DEV u64 mass_of(float x, float top, float inv_t) { return (u64)(expf((x - t
 SITS_DEV void find_max(const float *row, int n, shared_state &s, float *top, int *arg) {
   float best = -INFINITY;
   int at = 0x7FFFFFFF;
-  for (int i = threadIdx.x; i < n; i += THREADS) {
+  const int n4 = (reinterpret_cast<uintptr_t>(row) & 15) == 0 ? n / 4 : 0; /* 16-byte loads where the row allows, eight in flight */
+#pragma unroll 8
+  for (int i = threadIdx.x; i < n4; i += THREADS) {
+    const float4 v = __ldcg((const float4 *)row + i);
+    const float x[4] = {clean(v.x), clean(v.y), clean(v.z), clean(v.w)};
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (x[e] > best) best = x[e], at = i * 4 + e;
+  }
+  for (int i = n4 * 4 + threadIdx.x; i < n; i += THREADS) {
     float x = clean(__ldcg(row + i));
     if (x > best) best = x, at = i;
   }
@@ -141,7 +150,7 @@ SITS_DEV int locate(const float *row, int n, shared_state &s, u64 target, uint32
   return s.bucket;
 }
 
-__global__ void __launch_bounds__(THREADS) sample_kernel(const __grid_constant__ k_sample p) {
+__global__ void __launch_bounds__(THREADS, 1) sample_kernel(const __grid_constant__ k_sample p) {
   __shared__ shared_state s;
   grid_trigger();
   grid_wait();
