@@ -46,8 +46,9 @@ static bool alloc_arrays(struct sits_engine *e)
   e->tables = mem_calloc(s * (size_t)e->stride, sizeof(int32_t));
   e->row_token = mem_calloc(r, sizeof(int32_t));
   e->rows = mem_calloc(r, sizeof *e->rows);
+  e->samples = mem_calloc(r, sizeof *e->samples);
   return e->end_ids && e->by_id && e->free_ids && e->deadlines && e->parked && e->news && e->moves && e->copies && e->tokens &&
-         e->positions && e->seq_start && e->kv_len && e->tables && e->row_token && e->rows;
+         e->positions && e->seq_start && e->kv_len && e->tables && e->row_token && e->rows && e->samples;
 }
 
 static enum sits_status create_parts(struct sits_engine *e)
@@ -143,6 +144,7 @@ void engine_destroy(struct sits_engine *e)
   mem_free(e->kv_len);
   mem_free(e->tables);
   mem_free(e->row_token);
+  mem_free(e->samples);
   mem_free(e->rows);
   pthread_cond_destroy(&e->idle_cond);
   pthread_cond_destroy(&e->inbox_cond);

@@ -250,6 +250,23 @@ static void add_tables(struct sits_engine *engine)
   }
 }
 
+/* Let the device draw when it can and every row of the step allows it: tokens come back instead of V logits a row. */
+static void ask_device(struct sits_engine *engine)
+{
+  struct backend_batch *batch = &engine->batch;
+  if (!engine->options.vtable->can_sample || batch->n_rows == 0) return;
+  for (int32_t r = 0; r < batch->n_rows; r++) {
+    const struct engine_row *row = &engine->rows[r];
+    const struct engine_choice *choice = engine->by_id[engine->plan.items[row->item].id];
+    const struct sits_request *request = choice->request;
+    const struct engine_draw draw = {.sampling = &request->params.sampling, .n_tokens = row->position + 1,
+                                     .n_prompt = request->params.n_prompt, .choice = choice->index};
+    if (row->is_prompt || (!request->is_forked && request->n_choices > 1)) return; /* log probabilities; several draws from one row */
+    if (!engine_device_draw(&draw, &engine->samples[r])) return;
+  }
+  batch->sample = engine->samples;
+}
+
 void engine_build(struct sits_engine *engine)
 {
   engine->batch = (struct backend_batch){.tokens = engine->tokens, .positions = engine->positions, .seq_start = engine->seq_start,
@@ -258,6 +275,7 @@ void engine_build(struct sits_engine *engine)
   engine->seq_start[0] = 0;
   for (int32_t i = 0; i < engine->plan.n_items; i++) add_item(engine, i);
   add_tables(engine);
+  ask_device(engine);
 }
 
 enum sits_status engine_forward(struct sits_engine *engine, struct backend_result *result)

@@ -125,6 +125,7 @@ struct sits_engine {
   struct backend_batch batch;     /* [loop] arrays below */
   int32_t *tokens, *positions, *seq_start, *kv_len, *tables, *row_token;
   struct engine_row *rows;        /* [loop] [max_rows] */
+  struct backend_sample *samples; /* [loop] [max_rows] where the device draws */
   int64_t step_started_us, last_step_end_us, compute_us; /* [loop] */
   bool is_continuous;             /* [loop] the step before had work too */
   int32_t *parked;                /* [loop] [max_entries] ids pre-empted while they were held */

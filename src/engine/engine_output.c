@@ -136,6 +136,17 @@ static void make_row(void *user, struct engine_sampler *sampler, int32_t r)
   row->is_ready = true;
 }
 
+/* The device drew: every row is a plain draw of its own sequence (engine_build asked only then). */
+static void take_drawn(struct sits_engine *engine, const int32_t *tokens)
+{
+  for (int32_t r = 0; r < engine->batch.n_rows; r++) {
+    struct engine_row *row = &engine->rows[r];
+    row->token = tokens[r];
+    row->logprobs = (struct engine_logprobs){0};
+    row->is_ready = true;
+  }
+}
+
 /* Draw the choice's next token. Returns how it ended, SITS_FINISH_NONE when it goes on; the token is left in *token. The choice is not
  * finished here, because a leader must first serve those that fork from it. */
 static enum sits_finish draw(struct sits_engine *engine, struct engine_choice *choice, const struct engine_row *row, int32_t *token)
@@ -260,8 +271,12 @@ void engine_outputs(struct sits_engine *engine, const struct backend_result *res
 {
   const struct backend_batch *batch = &engine->batch;
   int32_t r = 0;
-  engine->logits = result->logits;
-  engine_pool_run(engine->pool, &engine->sampler, batch->n_rows, make_row, engine);
+  if (result->tokens) {
+    take_drawn(engine, result->tokens);
+  } else {
+    engine->logits = result->logits;
+    engine_pool_run(engine->pool, &engine->sampler, batch->n_rows, make_row, engine);
+  }
   for (int32_t i = 0; i < engine->plan.n_items; i++) {
     const struct alps_item *item = &engine->plan.items[i];
     struct engine_choice *choice = engine->by_id[item->id];

@@ -263,6 +263,16 @@ static int32_t pick_any(const struct engine_sampler *sampler, double at)
   return last;
 }
 
+bool engine_device_draw(const struct engine_draw *draw, struct backend_sample *out)
+{
+  const struct sits_sampling *s = draw->sampling;
+  if (needs_scores(draw) || s->n_top_logprobs >= 0) return false;
+  double u = engine_uniform(s->seed, draw->choice, draw->n_tokens - draw->n_prompt, PURPOSE_DRAW);
+  *out = (struct backend_sample){.temperature = s->temperature > 0 ? s->temperature : 0, .top_p = s->top_p, .min_p = s->min_p,
+                                 .top_k = s->top_k > 0 ? s->top_k : 0, .u = (float)u < 1 ? (float)u : 0x1.fffffep-1f};
+  return true;
+}
+
 int32_t engine_sample(struct engine_sampler *sampler, const float *logits, const struct engine_draw *draw)
 {
   const struct sits_sampling *s = draw->sampling;

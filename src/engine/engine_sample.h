@@ -15,6 +15,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "backend/backend.h"
 #include "engine/engine_vec.h"
 #include "sits2026/engine.h"
 
@@ -57,6 +58,9 @@ void engine_sampler_fini(struct engine_sampler *sampler);
 
 /* Draw the next token of a sequence from logits[V]. */
 int32_t engine_sample(struct engine_sampler *sampler, const float *logits, const struct engine_draw *draw);
+/* Whether a device that samples gives the same answer without the logits coming here: nothing changes the row (penalties, bias, minimum
+ * length) and no log probabilities are wanted. *out then says how to draw; the uniform number is the one engine_sample would use. */
+bool engine_device_draw(const struct engine_draw *draw, struct backend_sample *out);
 /* Log probability of token and of the n_top best (-1: nothing is done) in the model's own distribution, floored at SITS_LOGPROB_FLOOR. */
 void engine_logprobs(struct engine_sampler *sampler, const float *logits, int32_t token, int32_t n_top, struct engine_logprobs *out);
 

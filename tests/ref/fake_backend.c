@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <math.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -15,11 +16,15 @@ struct backend_kv {
   int32_t n_pages;
 };
 
+enum { FAKE_MAX_DRAWN = 1024 };
+
 struct backend_program {
   struct fake_rig *rig;
   float *logits;              /* [R][V] */
   int32_t n_rows;
   bool is_pending;
+  bool is_sampled;            /* tokens were drawn: the logits are not given out */
+  int32_t drawn[FAKE_MAX_DRAWN];
 };
 
 static void require(bool holds, const char *what)
@@ -144,6 +149,23 @@ static void compute_rows(struct backend_program *program, struct backend_kv *kv,
   require(r == b->n_rows, "a row names no token");
 }
 
+/* Greedy, or by inverse distribution in id order over the whole vocabulary; no filters here. */
+static int32_t draw_token(const float *logits, int32_t n, const struct backend_sample *s)
+{
+  int32_t best = 0;
+  double total = 0, run = 0;
+  for (int32_t i = 1; i < n; i++)
+    if (logits[i] > logits[best]) best = i;
+  if (s->temperature <= 0) return best;
+  require(s->top_p >= 1 && s->min_p <= 0 && s->top_k <= 0, "filters are not drawn here");
+  for (int32_t i = 0; i < n; i++) total += exp(((double)logits[i] - logits[best]) / s->temperature);
+  for (int32_t i = 0; i < n; i++) {
+    run += exp(((double)logits[i] - logits[best]) / s->temperature);
+    if (run > total * s->u) return i;
+  }
+  return n - 1;
+}
+
 static enum sits_status submit(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *b)
 {
   struct fake_rig *rig = program->rig;
@@ -153,6 +175,11 @@ static enum sits_status submit(struct backend_program *program, struct backend_k
   check_batch(rig, b);
   store_tokens(rig, kv, b);
   compute_rows(program, kv, b);
+  program->is_sampled = b->sample != NULL;
+  require(!program->is_sampled || b->n_rows <= FAKE_MAX_DRAWN, "too many rows to draw");
+  for (int32_t r = 0; program->is_sampled && r < b->n_rows; r++)
+    program->drawn[r] = draw_token(program->logits + (int64_t)r * rig->options.n_vocab, rig->options.n_vocab, &b->sample[r]);
+  if (program->is_sampled) atomic_fetch_add(&rig->n_sampled, 1);
   program->is_pending = true;
   atomic_fetch_add(&rig->n_tokens, b->n_tokens);
   if (b->n_tokens > atomic_load(&rig->largest_batch)) atomic_store(&rig->largest_batch, b->n_tokens);
@@ -166,7 +193,7 @@ static enum sits_status wait_batch(struct backend_program *program, struct backe
 {
   require(program->is_pending, "no batch is in flight");
   program->is_pending = false;
-  *result = (struct backend_result){.logits = program->logits};
+  *result = program->is_sampled ? (struct backend_result){.tokens = program->drawn} : (struct backend_result){.logits = program->logits};
   return SITS_OK;
 }
 
@@ -178,6 +205,15 @@ static const struct backend_vtable FAKE = {
 const struct backend_vtable *fake_vtable(void)
 {
   return &FAKE;
+}
+
+const struct backend_vtable *fake_sampling_vtable(void)
+{
+  static const struct backend_vtable sampling = {
+      .abi = BACKEND_ABI, .name = "fake", .can_sample = true, .kv_page_bytes = page_bytes, .kv_copy_pages = copy_pages,
+      .kv_read_page = read_page, .kv_write_page = write_page, .submit = submit, .wait = wait_batch,
+  };
+  return &sampling;
 }
 
 int fake_rig_init(struct fake_rig *rig, const struct fake_options *options)

@@ -25,12 +25,15 @@ struct fake_rig {
   atomic_int token_delay_us;     /* and per token of it */
   atomic_int fail_at_step;       /* batch number (from 1) from which on everything returns SITS_DEVICE; 0 = never */
   atomic_int period;             /* > 0: the token of that many places before is likely next (a text that repeats) */
+  atomic_int n_sampled;          /* batches whose tokens were drawn here */
   atomic_int n_steps, n_copies, n_reads, n_writes;
   atomic_long n_tokens;          /* computed so far */
   atomic_int largest_batch, largest_seqs;
 };
 
 const struct backend_vtable *fake_vtable(void);
+/* The same, drawing tokens itself when asked (greedy, or the whole distribution). */
+const struct backend_vtable *fake_sampling_vtable(void);
 /* 0 on success. */
 int fake_rig_init(struct fake_rig *rig, const struct fake_options *options);
 void fake_rig_fini(struct fake_rig *rig);

@@ -47,7 +47,7 @@ static inline void rig_open(struct rig *rig, struct engine_options options, int3
                               .n_pages = n_pages};
   log_set_level(LOG_WARN);
   assert_int_equal(fake_rig_init(&rig->fake, &fake), 0);
-  options.vtable = fake_vtable();
+  if (!options.vtable) options.vtable = fake_vtable();
   options.program = rig->fake.program;
   options.kv = rig->fake.kv;
   options.geometry = rig->fake.geometry;

@@ -107,6 +107,47 @@ static void test_choices_fork(void **state)
   rig_close(&rig);
 }
 
+/* A device that draws gives every request the tokens that the host's sampler would; steps with log probabilities still bring logits. */
+static void test_device_draws_the_same(void **state)
+{
+  static const float temperatures[3] = {0, 0.8f, 1.3f};
+  struct rig_answer *host = mem_calloc(3, sizeof *host);
+  int32_t prompt[60];
+  rig_prompt(prompt, 60, 11);
+  for (int device = 0; device < 2; device++) {
+    struct rig rig;
+    struct engine_options options = rig_options();
+    options.vtable = device ? fake_sampling_vtable() : NULL;
+    rig_open(&rig, options, 64);
+    for (int i = 0; i < 3; i++) {
+      struct sits_sampling s = rig_greedy(40);
+      s.temperature = temperatures[i];
+      s.seed = 7 + (uint64_t)i;
+      s.ignore_eos = true;
+      struct sits_request *request = rig_submit(&rig, prompt, 60, 1, s);
+      memset(got, 0, sizeof got[0]);
+      rig_run(&rig, request, got, 1);
+      assert_int_equal(got[0].n, 40);
+      if (device) assert_memory_equal(got[0].tokens, host[i].tokens, 40 * sizeof(int32_t));
+      else host[i] = got[0];
+      sits_request_release(request);
+    }
+    int n_sampled = atomic_load(&rig.fake.n_sampled);
+    if (device) assert_true(n_sampled >= 3 * 40);
+    else assert_int_equal(n_sampled, 0);
+    struct sits_sampling s = rig_greedy(5);
+    s.n_top_logprobs = 2;
+    struct sits_request *request = rig_submit(&rig, prompt, 60, 1, s);
+    memset(got, 0, sizeof got[0]);
+    rig_run(&rig, request, got, 1);
+    assert_int_equal(got[0].n, 5);
+    assert_int_equal(atomic_load(&rig.fake.n_sampled), n_sampled);
+    sits_request_release(request);
+    rig_close(&rig);
+  }
+  mem_free(host);
+}
+
 static void test_sampled_choices_differ_and_repeat(void **state)
 {
   struct rig_answer *first = mem_calloc(4, sizeof *first);
@@ -479,6 +520,7 @@ int main(void)
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_one_request), cmocka_unit_test(test_many_share_steps), cmocka_unit_test(test_tiny_pool_preempts),
       cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_sampled_choices_differ_and_repeat),
+      cmocka_unit_test(test_device_draws_the_same),
       cmocka_unit_test(test_prefix_is_reused),
       cmocka_unit_test(test_prompt_logprobs), cmocka_unit_test(test_slow_consumer_is_left_out),
       cmocka_unit_test(test_full_ring_survives_preemption), cmocka_unit_test(test_cancel_full_ring_still_ends),
