@@ -73,8 +73,7 @@ static void note_scheduled(struct sits_engine *engine, struct sits_request *requ
 {
   if (request->was_scheduled) return;
   request->was_scheduled = true;
-  atomic_fetch_sub(&engine->n_queued, 1);
-  atomic_fetch_sub(&engine->queued_tokens, request->params.n_prompt);
+  engine_unqueue(engine, request);
   int64_t now_us = engine->step_started_us;
   atomic_store(&request->times[TIME_SCHEDULED], now_us);
   atomic_store(&request->times[TIME_CACHED_TOKENS], n_cached);

@@ -96,6 +96,13 @@ struct engine_row {
   struct engine_logprobs logprobs;
 };
 
+/* Waiting requests by tenant (several tenants may share an entry): nobody alone may fill the queue while others are about. */
+#define ENGINE_QUEUE_SHARES 256
+struct engine_queue_share {
+  atomic_int n_queued;            /* [atomic] */
+  int64_t seen_us;                /* [mutex inbox] newest submission, refused ones too */
+};
+
 struct sits_engine {
   struct engine_options options;  /* [init] */
   int32_t *end_ids;               /* [init] */
@@ -143,6 +150,7 @@ struct sits_engine {
   atomic_int n_requests;          /* [atomic] requests submitted and not finished */
   atomic_int n_queued;            /* [atomic] requests never scheduled yet */
   _Atomic int64_t queued_tokens;  /* [atomic] their prompt tokens */
+  struct engine_queue_share shares[ENGINE_QUEUE_SHARES];
   _Atomic uint64_t n_rejected_requests, n_rejected_tokens; /* [atomic] */
   atomic_int state;               /* [atomic] enum engine_state */
   _Atomic int64_t heartbeat_us;   /* [atomic] */
@@ -163,6 +171,7 @@ static inline int32_t engine_known(const struct engine_choice *choice)
 bool engine_step(struct sits_engine *engine);
 
 /* engine_request.c */
+void engine_unqueue(struct sits_engine *engine, const struct sits_request *request); /* it waits for the first time no longer */
 void engine_request_unref(struct sits_request *request);
 bool engine_is_cancelled(const struct sits_request *request, int32_t choice);
 int32_t engine_ring_room(const struct engine_ring *ring);

@@ -50,10 +50,7 @@ static void pass_lead(struct sits_engine *engine, struct engine_choice *from)
 
 static void finish_request(struct sits_engine *engine, struct sits_request *request)
 {
-  if (!request->was_scheduled) {
-    atomic_fetch_sub(&engine->n_queued, 1);
-    atomic_fetch_sub(&engine->queued_tokens, request->params.n_prompt);
-  }
+  if (!request->was_scheduled) engine_unqueue(engine, request);
   engine_deadline_remove(engine, request);
   int64_t n_out = 0;
   for (int32_t i = 0; i < request->n_choices; i++) n_out += request->choices[i].n_out;

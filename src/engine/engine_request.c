@@ -4,10 +4,11 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/hash.h"
 #include "base/mem.h"
 #include "engine/engine_internal.h"
 
-enum { RING_MIN = 64, RING_PER_CHOICE = 8 };
+enum { RING_MIN = 64, RING_PER_CHOICE = 8, TENANT_LATELY_US = 10 * 1000 * 1000 };
 
 static enum sits_status bad(struct sits_error *err, const char *param, const char *text)
 {
@@ -132,6 +133,32 @@ static struct sits_request *request_create(struct sits_engine *engine, const str
   return request;
 }
 
+static struct engine_queue_share *share_of(struct sits_engine *engine, uint64_t tenant)
+{
+  return &engine->shares[hash_mix(tenant, 0) % ENGINE_QUEUE_SHARES];
+}
+
+/* Under the inbox mutex: whether the tenant has its part of the queue already. Alone it may have all of it; while others have been seen
+ * lately it may have three quarters, so that a place becomes free for them as the queue moves. */
+static bool has_its_share(struct sits_engine *engine, const struct sits_request *request)
+{
+  int64_t now_us = atomic_load(&request->times[TIME_SUBMITTED]);
+  struct engine_queue_share *mine = share_of(engine, request->params.tenant);
+  mine->seen_us = now_us;
+  if (atomic_load(&mine->n_queued) < engine->options.max_waiting_requests - engine->options.max_waiting_requests / 4) return false;
+  for (int32_t i = 0; i < ENGINE_QUEUE_SHARES; i++) {
+    if (&engine->shares[i] != mine && engine->shares[i].seen_us > now_us - TENANT_LATELY_US) return true;
+  }
+  return false;
+}
+
+void engine_unqueue(struct sits_engine *engine, const struct sits_request *request)
+{
+  atomic_fetch_sub(&engine->n_queued, 1);
+  atomic_fetch_sub(&engine->queued_tokens, request->params.n_prompt);
+  atomic_fetch_sub(&share_of(engine, request->params.tenant)->n_queued, 1);
+}
+
 /* Under the inbox mutex: whether one more request may wait. */
 static enum sits_status admit_to_queue(struct sits_engine *engine, const struct sits_request *request, struct sits_error *err)
 {
@@ -139,7 +166,8 @@ static enum sits_status admit_to_queue(struct sits_engine *engine, const struct 
   int32_t state = atomic_load(&engine->state);
   if (state == ENGINE_FAILED) return sits_fail(err, SITS_UNAVAILABLE, "the device has failed");
   if (state != ENGINE_RUNNING && state != ENGINE_CREATED) return sits_fail(err, SITS_UNAVAILABLE, "the server is shutting down");
-  if (atomic_load(&engine->n_queued) >= o->max_waiting_requests ||
+  bool is_greedy = has_its_share(engine, request);
+  if (is_greedy || atomic_load(&engine->n_queued) >= o->max_waiting_requests ||
       atomic_load(&engine->n_alive) + request->n_choices > engine->max_entries) {
     atomic_fetch_add(&engine->n_rejected_requests, 1);
     return sits_fail(err, SITS_QUEUE_FULL, "too many requests are waiting");
@@ -149,6 +177,7 @@ static enum sits_status admit_to_queue(struct sits_engine *engine, const struct 
     atomic_fetch_add(&engine->n_rejected_tokens, 1);
     return sits_fail(err, SITS_QUEUE_FULL, "too many prompt tokens are waiting");
   }
+  atomic_fetch_add(&share_of(engine, request->params.tenant)->n_queued, 1);
   atomic_fetch_add(&engine->n_queued, 1);
   atomic_fetch_add(&engine->queued_tokens, request->params.n_prompt);
   atomic_fetch_add(&engine->n_alive, request->n_choices);

@@ -144,10 +144,17 @@ static bool measure_stall(const struct engine_bench_options *o, double itl_targe
   random_prompt(prompt, o->prompt, n_vocab, 8);
   started_us = clock_monotonic_us();
   longer.request = submit(&run, prompt, o->prompt, 1);
-  while (!longer.is_done) {
+  /* Until every stream has spoken once more: the longest gap ends after the prompt has been read. */
+  int64_t until[STREAMS] = {0};
+  for (int i = 0; !longer.is_done || i < STREAMS;) {
+    bool was_done = longer.is_done;
     take(&longer, gaps, &n_ignored);
-    for (int k = 0; k < STREAMS; k++) take(&streams[k], gaps, &n_gaps);
-    nap();
+    for (int k = 0; k < STREAMS; k++) {
+      take(&streams[k], gaps, &n_gaps);
+      if (!was_done) until[k] = streams[k].n + 1;
+    }
+    if (was_done && streams[i].n >= until[i]) i++;
+    else nap();
   }
   out->took_ms = (double)(longer.last_us - started_us) * 1e-3;
   out->n_gaps = n_gaps;

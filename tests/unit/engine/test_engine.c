@@ -465,6 +465,34 @@ static void test_bad_requests_are_refused(void **state)
   rig_close(&rig);
 }
 
+/* One tenant may fill the queue while it is alone; once another has been seen, a quarter stays open for others. */
+static void test_queue_is_shared(void **state)
+{
+  struct rig rig;
+  int32_t prompt[20];
+  struct engine_options options = rig_options();
+  struct sits_request *requests[20];
+  struct sits_error err;
+  int n = 0;
+  options.max_waiting_requests = 8;
+  rig_open(&rig, options, 64);
+  rig_prompt(prompt, 20, 6);
+  struct sits_request_params p = {.prompt = prompt, .n_prompt = 20, .n_choices = 1, .sampling = rig_greedy(3), .tenant = 1};
+  for (int i = 0; i < 8; i++) assert_int_equal(sits_engine_submit(rig.engine, &p, &requests[n++], &err), SITS_OK);
+  p.tenant = 2;
+  expect_refused(&rig, p, SITS_QUEUE_FULL, ""); /* full, but noted */
+  for (int i = 0; i < 8; i++) rig_run(&rig, requests[i], (memset(got, 0, sizeof got[0]), got), 1);
+  p.tenant = 1;
+  for (int i = 0; i < 6; i++) assert_int_equal(sits_engine_submit(rig.engine, &p, &requests[n++], &err), SITS_OK);
+  expect_refused(&rig, p, SITS_QUEUE_FULL, "");
+  p.tenant = 2;
+  for (int i = 0; i < 2; i++) assert_int_equal(sits_engine_submit(rig.engine, &p, &requests[n++], &err), SITS_OK);
+  expect_refused(&rig, p, SITS_QUEUE_FULL, "");
+  for (int i = 0; i < n; i++) sits_request_release(requests[i]);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
 static void test_release_cancels(void **state)
 {
   struct rig rig;
@@ -526,7 +554,7 @@ int main(void)
       cmocka_unit_test(test_full_ring_survives_preemption), cmocka_unit_test(test_cancel_full_ring_still_ends),
       cmocka_unit_test(test_leader_cancelled_during_prefill),
       cmocka_unit_test(test_deadline), cmocka_unit_test(test_device_error), cmocka_unit_test(test_bad_requests_are_refused),
-      cmocka_unit_test(test_release_cancels), cmocka_unit_test(test_stop_ids_and_min_tokens),
+      cmocka_unit_test(test_queue_is_shared), cmocka_unit_test(test_release_cancels), cmocka_unit_test(test_stop_ids_and_min_tokens),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
