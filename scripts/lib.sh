@@ -6,7 +6,7 @@ MODEL_FILE=$CACHE/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 BUILD_PACKAGES=(build-essential cmake ninja-build pkg-config ccache git ca-certificates curl python3 python3-venv
   libmicrohttpd-dev libjansson-dev libyaml-dev libpcre2-dev
-  libcurl4-gnutls-dev)
+  libcurl4-gnutls-dev libgrpc-dev libprotobuf-c-dev protobuf-c-compiler)
 TEST_PACKAGES=(libcmocka-dev)
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }

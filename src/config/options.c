@@ -75,6 +75,12 @@ const struct option_spec options_table[] = {
     FLT("shutdown-timeout-s", shutdown_timeout_s, "30", 0, 86400, "s", "HTTP",
         "On SIGTERM, time that running requests get to finish; a second signal ends them at once."),
 
+    INT("grpc-port", grpc_port, "0", 0, 65535, "port", "gRPC", "TCP port of the gRPC front end. 0: off."),
+    STR("grpc-host", grpc_host, "gRPC",
+        "Address for gRPC. Default: 127.0.0.1. Its library takes no hostile peers well: elsewhere put a proxy in front."),
+    INT("grpc-max-connections", grpc_max_connections, "1024", 1, 1000000, "connections", "gRPC",
+        "Open connections without TLS; each may carry 1024 calls. Beyond it new ones are closed at once."),
+
     ENUM("log-level", log_level, "info", "debug|info|warn|error", "Logging", "Least severe lines that are written to stderr."),
 };
 const int options_table_size = sizeof options_table / sizeof options_table[0];
@@ -110,6 +116,7 @@ static enum sits_status split_args(int argc, char *const *argv, struct early *ea
 static enum sits_status check_together(struct options *options, enum options_action action, struct sits_error *err)
 {
   if (!options->host) options->host = default_host;
+  if (!options->grpc_host) options->grpc_host = default_host;
   if (!options->ssl_certfile != !options->ssl_keyfile)
     return sits_fail_param(err, SITS_CONFIG, "ssl-keyfile", "ssl-certfile and ssl-keyfile go together: give both or none");
   if (options->max_num_batched_tokens < options->max_num_seqs)

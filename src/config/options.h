@@ -28,6 +28,10 @@ struct options {
   int64_t speculative_tokens, speculative_max_running;
   int64_t max_queued_requests, max_queued_tokens;
   double request_timeout_s;         /* 0: none */
+  /* gRPC */
+  const char *grpc_host;
+  int64_t grpc_port;                /* 0: off */
+  int64_t grpc_max_connections;
   /* HTTP */
   const char *host;
   int64_t port;

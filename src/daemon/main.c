@@ -82,7 +82,7 @@ static int serve(const struct options *options)
   sigaddset(&set, SIGUSR1);
   pthread_sigmask(SIG_BLOCK, &set, NULL);
   signal(SIGPIPE, SIG_IGN);
-  raise_descriptor_limit(options->max_connections + 256);
+  raise_descriptor_limit(options->max_connections + (options->grpc_port ? options->grpc_max_connections : 0) + 256);
   static struct service service;
   struct loader loader = {.service = &service, .main_thread = pthread_self()};
   pthread_t thread;

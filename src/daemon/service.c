@@ -13,6 +13,17 @@
 #define WEDGED_AFTER_US (120 * 1000000LL) /* a step never takes so long; a loop that stands still for so long does not come back */
 #define FLUSH_US 2000000                  /* time for last bytes to leave after the last request has ended */
 
+static enum sits_status open_grpc(struct service *service, const struct options *options, struct sits_error *err)
+{
+  struct rpc_options rpc = {.host = options->grpc_host, .port = (int)options->grpc_port,
+                            .max_connections = (int)options->grpc_max_connections, .api_key = options->api_key,
+                            .ssl_certfile = options->ssl_certfile, .ssl_keyfile = options->ssl_keyfile};
+  if (!rpc.port) return SITS_OK;
+  enum sits_status status = rpc_server_start(&rpc, service->api, &service->health, service->metrics, &service->rpc, err);
+  if (!status) log_info("daemon", "gRPC on %s:%d%s", rpc.host, rpc_server_port(service->rpc), rpc.ssl_certfile ? " with TLS" : "");
+  return status;
+}
+
 enum sits_status service_open(struct service *service, const struct options *options, struct sits_error *err)
 {
   *service = (struct service){.options = options};
@@ -32,7 +43,7 @@ enum sits_status service_open(struct service *service, const struct options *opt
   status = http_server_start(&http, service->api, &service->health, service->metrics, &service->http, err);
   if (status) return status;
   log_info("daemon", "listening on %s://%s:%d", options->ssl_certfile ? "https" : "http", options->host, http_server_port(service->http));
-  return SITS_OK;
+  return open_grpc(service, options, err);
 }
 
 /* ---- chat template ---- */
@@ -219,6 +230,7 @@ void service_drain(struct service *service)
   health_set(&service->health, HEALTH_DRAINING);
   api_stop_admission(service->api);
   http_server_quiesce(service->http);
+  rpc_server_quiesce(service->rpc);
 }
 
 bool service_wait_idle(struct service *service, int64_t timeout_us) { return api_wait_idle(service->api, timeout_us); }
@@ -230,6 +242,8 @@ void service_close(struct service *service)
     api_abort_all(service->api, SITS_UNAVAILABLE);
     api_wait_idle(service->api, FLUSH_US);
     http_server_wait_idle(service->http, FLUSH_US);
+    rpc_server_wait_idle(service->rpc, FLUSH_US);
+    rpc_server_stop(service->rpc);
     http_server_set_engine(service->http, NULL);
     http_server_stop(service->http);
   }

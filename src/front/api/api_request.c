@@ -221,7 +221,13 @@ enum sits_status api_request_parse(enum api_kind kind, const char *body, size_t 
   json_limits.max_bytes = (size_t)limits->max_body_bytes;
   json_t *root = NULL;
   enum sits_status status = json_parse(body, n_bytes, &json_limits, &root, err);
-  if (status) return status;
+  return status ? status : api_request_parse_json(kind, root, limits, out, err);
+}
+
+enum sits_status api_request_parse_json(enum api_kind kind, json_t *root, const struct api_limits *limits, struct api_request **out,
+                                        struct sits_error *err)
+{
+  enum sits_status status = SITS_OK;
   struct api_request *request = api_request_create(kind);
   if (!request) {
     json_decref(root);

@@ -108,6 +108,10 @@ void api_request_destroy(struct api_request *request); /* NULL is fine */
 enum sits_status api_request_parse(enum api_kind kind, const char *body, size_t n_bytes, const struct api_limits *limits,
                                    struct api_request **out, struct sits_error *err) SITS_MUST_CHECK;
 
+/* The same from a JSON value, for transports that make one from their own encoding. root's reference is taken over in every case. */
+enum sits_status api_request_parse_json(enum api_kind kind, json_t *root, const struct api_limits *limits, struct api_request **out,
+                                        struct sits_error *err) SITS_MUST_CHECK;
+
 /* Ranges and combinations of a filled request. Called by api_request_parse; transports that fill fields themselves call it. */
 enum sits_status api_request_check(const struct api_request *request, const struct api_limits *limits, struct sits_error *err)
     SITS_MUST_CHECK;

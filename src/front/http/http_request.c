@@ -4,26 +4,12 @@
  * libmicrohttpd on its own thread, gives it to the socket. */
 #include <stdio.h>
 #include <string.h>
-#include <sys/random.h>
 
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "front/api/api_access.h"
 #include "front/http/http_internal.h"
-
-/* A client's own id when it is harmless in headers and logs, else a random one. */
-static void choose_id(struct http_request *request)
-{
-  const char *given = MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, "X-Request-Id");
-  size_t n = given ? strspn(given, "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-_.:") : 0;
-  if (n > 0 && n <= 64 && !given[n]) {
-    memcpy(request->id, given, n + 1);
-    return;
-  }
-  unsigned char bytes[16] = {0};
-  if (getrandom(bytes, sizeof bytes, 0) != (ssize_t)sizeof bytes) memcpy(bytes, &request->number, sizeof request->number);
-  for (size_t i = 0; i < sizeof bytes; i++) snprintf(request->id + 2 * i, 3, "%02x", bytes[i]);
-}
 
 struct http_request *http_request_create(struct http_server *server, struct MHD_Connection *connection)
 {
@@ -41,7 +27,8 @@ struct http_request *http_request_create(struct http_server *server, struct MHD_
   buf_init(&request->body, (size_t)api_limits(server->api)->max_body_bytes + 1);
   buf_init(&request->out, 64u << 20);
   pthread_mutex_init(&request->mutex, NULL);
-  choose_id(request);
+  api_access_choose_id(MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "X-Request-Id"), request->number, request->id,
+                       sizeof request->id);
   const char *qos = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "X-QoS-Level");
   snprintf(request->qos, sizeof request->qos, "%s", qos ? qos : "");
   pthread_mutex_lock(&server->mutex);

@@ -18,6 +18,7 @@
 #include "base/log.h"
 #include "base/mapfile.h"
 #include "base/mem.h"
+#include "front/api/api_access.h"
 #include "front/http/http_internal.h"
 
 #define CONNECTION_MEMORY_BYTES (32u << 10) /* headers and the window of a body */
@@ -28,15 +29,6 @@
 
 /* ---- checks before the body ---- */
 
-/* Whether two texts are equal, in time that does not depend on where they differ. */
-static bool equal_secret(const char *a, const char *b)
-{
-  size_t n_a = strlen(a), n_b = strlen(b), n = n_a > n_b ? n_a : n_b;
-  volatile unsigned char difference = (unsigned char)(n_a != n_b);
-  for (size_t i = 0; i < n; i++) difference |= (unsigned char)(a[i < n_a ? i : n_a] ^ b[i < n_b ? i : n_b]);
-  return difference == 0;
-}
-
 static bool is_authorized(const struct http_request *request)
 {
   const struct http_options *options = &request->server->options;
@@ -46,10 +38,7 @@ static bool is_authorized(const struct http_request *request)
     if (route->is_public || (!strcmp(route->path, "/metrics") && !options->metrics_require_key)) return true;
   }
   const char *value = MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION);
-  if (!value || strncasecmp(value, "Bearer ", 7)) return false;
-  value += 7;
-  while (*value == ' ') value++;
-  return equal_secret(value, options->api_key);
+  return api_access_bearer_is(value, options->api_key);
 }
 
 struct framing { int n_length, n_encoding, n_host, n_headers; const char *length, *encoding; };

@@ -1,0 +1,262 @@
+/* See rpc_server.h. Start, the completion queues' threads, and the stop in the order that the C core wants: no new calls, calls in flight
+ * end, leftovers are told UNAVAILABLE, the shutdown tag, the queues, the server. */
+#include "front/grpc/rpc_server.h"
+
+#include <errno.h>
+#include <grpc/grpc_security.h>
+#include <grpc/support/alloc.h>
+#include <grpc/support/log.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mapfile.h"
+#include "base/mem.h"
+#include "front/grpc/rpc_internal.h"
+
+#define ARMED_PER_METHOD 2               /* waiting calls per method and queue */
+#define MAX_STREAMS_PER_CONNECTION 1024
+#define MAX_METADATA_BYTES (16 << 10)
+#define MAX_SEND_BYTES (256 << 20)
+#define PING_INTERVAL_MS 500             /* clients may ping that often while nothing is sent: a first token can take long */
+#define KEEPALIVE_TIME_MS 30000
+#define KEEPALIVE_TIMEOUT_MS 10000
+#define LAST_WORDS_US 1000000            /* time for final statuses to leave */
+#define CORE_DOWN_US 10000000
+
+static void on_core_log(gpr_log_func_args *args) { log_debug("grpc-core", "%s", args->message); }
+
+static void *queue_main(void *argument)
+{
+  struct rpc_queue *queue = argument;
+  struct rpc_server *server = queue->server;
+  for (;;) {
+    grpc_event event = grpc_completion_queue_next(queue->cq, gpr_inf_future(GPR_CLOCK_REALTIME), NULL);
+    if (event.type == GRPC_QUEUE_SHUTDOWN) return NULL;
+    struct rpc_tag *tag = event.tag;
+    if (tag == &server->shutdown_tag) {
+      pthread_mutex_lock(&server->mutex);
+      server->is_core_down = true;
+      pthread_cond_broadcast(&server->change);
+      pthread_mutex_unlock(&server->mutex);
+    } else {
+      tag->run(tag->rpc, event.success != 0);
+    }
+  }
+}
+
+/* ---- start ---- */
+
+static grpc_arg int_arg(const char *key, int value)
+{
+  grpc_arg arg = {.type = GRPC_ARG_INTEGER, .key = (char *)key};
+  arg.value.integer = value;
+  return arg;
+}
+
+static void create_core(struct rpc_server *server)
+{
+  grpc_arg args[] = {
+    int_arg(GRPC_ARG_ALLOW_REUSEPORT, 0),
+    int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, (int)api_limits(server->api)->max_body_bytes),
+    int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, MAX_SEND_BYTES),
+    int_arg(GRPC_ARG_MAX_METADATA_SIZE, MAX_METADATA_BYTES),
+    int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, MAX_STREAMS_PER_CONNECTION),
+    int_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, PING_INTERVAL_MS),
+    int_arg(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0),
+    int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
+    int_arg(GRPC_ARG_KEEPALIVE_TIME_MS, KEEPALIVE_TIME_MS),
+    int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIMEOUT_MS),
+    int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
+    /* Identity only: what a small compressed message unpacks to has no limit in this version. */
+    int_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE),
+  };
+  grpc_channel_args list = {.num_args = sizeof args / sizeof *args, .args = args};
+  server->core = grpc_server_create(&list, NULL);
+  for (int q = 0; q < RPC_QUEUES; q++) {
+    server->queues[q].cq = grpc_completion_queue_create_for_next(NULL);
+    grpc_server_register_completion_queue(server->core, server->queues[q].cq, NULL);
+  }
+  for (int m = 0; m < rpc_n_methods; m++)
+    server->handles[m] =
+      grpc_server_register_method(server->core, rpc_methods[m].path, NULL,
+                                  rpc_methods[m].request ? GRPC_SRM_PAYLOAD_READ_INITIAL_BYTE_BUFFER : GRPC_SRM_PAYLOAD_NONE, 0);
+}
+
+static enum sits_status start_queues(struct rpc_server *server, struct sits_error *err)
+{
+  for (int q = 0; q < RPC_QUEUES; q++) {
+    int failed = pthread_create(&server->queues[q].thread, NULL, queue_main, &server->queues[q]);
+    if (failed) return sits_fail(err, SITS_INTERNAL, "a gRPC thread could not be started: %s", strerror(failed));
+    server->queues[q].has_thread = true;
+  }
+  return SITS_OK;
+}
+
+static enum sits_status read_text(const char *path, char **out, struct sits_error *err)
+{
+  struct mapfile file;
+  enum sits_status status = mapfile_open(&file, path, err);
+  if (status) return status;
+  *out = mem_strndup((const char *)file.data, file.n_bytes);
+  mapfile_close(&file);
+  return *out ? SITS_OK : sits_fail(err, SITS_NOMEM, "%s: no memory", path);
+}
+
+/* With TLS the library listens. */
+static enum sits_status add_tls_port(struct rpc_server *server, struct sits_error *err)
+{
+  char *cert = NULL, *key = NULL, address[300];
+  enum sits_status status = read_text(server->options.ssl_certfile, &cert, err);
+  if (!status) status = read_text(server->options.ssl_keyfile, &key, err);
+  if (!status) {
+    grpc_ssl_pem_key_cert_pair pair = {.private_key = key, .cert_chain = cert};
+    grpc_server_credentials *credentials =
+      grpc_ssl_server_credentials_create_ex(NULL, &pair, 1, GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE, NULL);
+    bool is_v6 = strchr(server->options.host, ':') != NULL;
+    snprintf(address, sizeof address, is_v6 ? "[%s]:%d" : "%s:%d", server->options.host, server->options.port);
+    server->port = credentials ? grpc_server_add_http2_port(server->core, address, credentials) : 0;
+    if (credentials) grpc_server_credentials_release(credentials);
+    if (server->port <= 0)
+      status = sits_fail_param(err, SITS_IO, "grpc-port", "cannot listen with TLS on %s (are certificate and key right?)", address);
+  }
+  mem_free(cert);
+  mem_free(key);
+  return status;
+}
+
+static void start_core(struct rpc_server *server)
+{
+  grpc_server_start(server->core);
+  server->is_started = true;
+  for (int q = 0; q < RPC_QUEUES; q++)
+    for (int i = 0; i < ARMED_PER_METHOD; i++)
+      for (int m = -1; m < rpc_n_methods; m++) rpc_arm(server, q, m);
+}
+
+enum sits_status rpc_server_start(const struct rpc_options *options, struct api *api, struct health *health, struct metrics *metrics,
+                                  struct rpc_server **out, struct sits_error *err)
+{
+  struct rpc_server *server = mem_calloc(1, sizeof *server);
+  if (!server) return sits_fail(err, SITS_NOMEM, "no memory for the gRPC server");
+  server->options = *options;
+  if (!server->options.host) server->options.host = "127.0.0.1";
+  server->api = api;
+  server->health = health;
+  server->metrics = metrics;
+  server->listen_fd = server->wake_fd = -1;
+  atomic_init(&server->next_number, 1);
+  for (int q = 0; q < RPC_QUEUES; q++) server->queues[q] = (struct rpc_queue){.server = server, .index = q};
+  pthread_condattr_t monotonic;
+  pthread_condattr_init(&monotonic);
+  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  pthread_mutex_init(&server->mutex, NULL);
+  pthread_cond_init(&server->change, &monotonic);
+  pthread_mutex_init(&server->work_mutex, NULL);
+  pthread_cond_init(&server->work_wake, NULL);
+  pthread_condattr_destroy(&monotonic);
+  gpr_set_log_function(on_core_log);
+  grpc_init();
+  enum sits_status status = options->ssl_certfile ? SITS_OK : rpc_accept_listen(server, err);
+  if (!status) status = rpc_work_start(server, err);
+  if (!status) {
+    create_core(server);
+    status = start_queues(server, err);
+  }
+  if (!status) {
+    if (options->ssl_certfile) status = add_tls_port(server, err);
+    start_core(server); /* also after a failure: only a server that was started can be stopped with a listener */
+  }
+  if (!status) status = rpc_accept_start(server, err);
+  if (status) {
+    rpc_server_stop(server);
+    return status;
+  }
+  *out = server;
+  return SITS_OK;
+}
+
+int rpc_server_port(const struct rpc_server *server) { return server->port; }
+
+/* ---- stop ---- */
+
+/* Wait until done(server), which is asked under server->mutex, or the time is up. */
+static bool wait_for(struct rpc_server *server, bool (*done)(const struct rpc_server *server), int64_t timeout_us)
+{
+  int64_t end_us = clock_monotonic_us() + timeout_us;
+  struct timespec end = {.tv_sec = end_us / 1000000, .tv_nsec = end_us % 1000000 * 1000};
+  int failed = 0;
+  pthread_mutex_lock(&server->mutex);
+  while (!done(server) && failed != ETIMEDOUT) failed = pthread_cond_timedwait(&server->change, &server->mutex, &end);
+  bool is_done = done(server);
+  pthread_mutex_unlock(&server->mutex);
+  return is_done;
+}
+
+static bool has_no_listener(const struct rpc_server *server) { return server->listen_fd < 0; }
+static bool has_no_work(const struct rpc_server *server) { return server->n_rpcs == server->n_endless; }
+static bool has_no_call(const struct rpc_server *server) { return server->n_rpcs == 0; }
+static bool is_down(const struct rpc_server *server) { return server->is_core_down && server->n_rpcs == 0; }
+
+void rpc_server_quiesce(struct rpc_server *server)
+{
+  if (!server || server->is_quiesced || !server->is_started) return;
+  server->is_quiesced = true;
+  rpc_health_broadcast(server);
+  atomic_store(&server->is_accept_stopping, true);
+  rpc_accept_wake(server);
+  if (server->has_acceptor) wait_for(server, has_no_listener, CORE_DOWN_US); /* no socket may be added to a server that shuts down */
+  grpc_server_shutdown_and_notify(server->core, server->queues[0].cq, &server->shutdown_tag);
+}
+
+bool rpc_server_wait_idle(struct rpc_server *server, int64_t timeout_us) { return !server || wait_for(server, has_no_work, timeout_us); }
+
+static void end_all(struct rpc_server *server)
+{
+  pthread_mutex_lock(&server->mutex);
+  for (struct rpc *rpc = server->rpcs; rpc; rpc = rpc->next) {
+    pthread_mutex_lock(&rpc->mutex);
+    rpc_end_locked(rpc, SITS_UNAVAILABLE, "the server is shutting down", NULL);
+    rpc_kick_locked(rpc);
+    pthread_mutex_unlock(&rpc->mutex);
+  }
+  pthread_mutex_unlock(&server->mutex);
+}
+
+static void stop_core(struct rpc_server *server)
+{
+  rpc_server_quiesce(server);
+  rpc_work_stop(server); /* what was queued is answered first */
+  api_abort_all(server->api, SITS_UNAVAILABLE);
+  api_wait_idle(server->api, LAST_WORDS_US);
+  end_all(server);
+  wait_for(server, has_no_call, LAST_WORDS_US);
+  grpc_server_cancel_all_calls(server->core);
+  if (!wait_for(server, is_down, CORE_DOWN_US)) log_error("grpc", "%lld calls do not end", (long long)server->n_rpcs);
+}
+
+void rpc_server_stop(struct rpc_server *server)
+{
+  if (!server) return;
+  if (server->is_started) stop_core(server);
+  rpc_work_stop(server);
+  rpc_accept_stop(server);
+  for (int q = 0; q < RPC_QUEUES; q++) {
+    struct rpc_queue *queue = &server->queues[q];
+    if (!queue->cq) continue;
+    grpc_completion_queue_shutdown(queue->cq);
+    if (queue->has_thread) pthread_join(queue->thread, NULL);
+    else queue_main(queue); /* drains it */
+  }
+  if (server->core) grpc_server_destroy(server->core);
+  for (int q = 0; q < RPC_QUEUES; q++)
+    if (server->queues[q].cq) grpc_completion_queue_destroy(server->queues[q].cq);
+  grpc_shutdown();
+  pthread_cond_destroy(&server->change);
+  pthread_cond_destroy(&server->work_wake);
+  pthread_mutex_destroy(&server->mutex);
+  pthread_mutex_destroy(&server->work_mutex);
+  mem_free(server);
+}

@@ -1,0 +1,38 @@
+/* The gRPC front end on gRPC's C core and protobuf-c: sits2026.v1.Inference, grpc.health.v1.Health, grpc.reflection.
+ *
+ * Life: rpc_server_start (listens at once; calls that need the model answer UNAVAILABLE until api_model_set) -> rpc_server_quiesce (health
+ * NOT_SERVING, no new connections and calls) -> rpc_server_wait_idle -> rpc_server_stop. One owner thread. Signals must be blocked before
+ * the start, for the library's threads inherit the mask.
+ *
+ * Names begin with rpc_ because grpc_ is the library's. Threads: one per completion queue (all sending), workers (parsing, templates,
+ * tokenizing), the acceptor (connections, health watchers), the library's own, and the api's delivery thread. */
+#ifndef SITS_FRONT_GRPC_RPC_SERVER_H
+#define SITS_FRONT_GRPC_RPC_SERVER_H
+
+#include "front/api/api.h"
+#include "front/health/health.h"
+#include "front/metrics/metrics.h"
+
+struct rpc_server;
+
+struct rpc_options {
+  const char *host;             /* NULL: 127.0.0.1 */
+  int port;                     /* 0: any */
+  int max_connections;          /* plain text only; with TLS the library accepts without a limit */
+  const char *api_key;          /* NULL: open. Health is always open */
+  const char *ssl_certfile, *ssl_keyfile; /* both or none */
+};
+
+/* The strings of options, api, health and metrics are borrowed. SITS_IO names the address. */
+enum sits_status rpc_server_start(const struct rpc_options *options, struct api *api, struct health *health, struct metrics *metrics,
+                                  struct rpc_server **out, struct sits_error *err) SITS_MUST_CHECK;
+int rpc_server_port(const struct rpc_server *server);
+
+/* Call after health_set(HEALTH_DRAINING): watchers are told, then connections and calls are refused. Calls in flight go on. */
+void rpc_server_quiesce(struct rpc_server *server);
+/* Wait until no call is being served, health watches and reflection streams aside; true: none is. */
+bool rpc_server_wait_idle(struct rpc_server *server, int64_t timeout_us);
+/* End what is left with UNAVAILABLE, close, join and free. NULL is fine. */
+void rpc_server_stop(struct rpc_server *server);
+
+#endif
