@@ -46,8 +46,7 @@ def channel(server, **options):
 def message(method, body):
     """The protobuf message of an HTTP body."""
     body = dict(body)
-    kind = {"Generate": pb.GenerateRequest, "Chat": pb.ChatRequest, "Tokenize": pb.TokenizeRequest, "Detokenize": pb.DetokenizeRequest}[method]
-    out = kind()
+    out = getattr(pb, method + "Request")()
     prompt = body.pop("prompt", None)
     if method == "Generate" and prompt is not None:
         many = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
