@@ -36,7 +36,6 @@ struct http_request {
   struct MHD_Connection *connection;  /* [mutex] usable until is_completed */
   int fd;                             /* [mutex] likewise */
   int route;                          /* [init] index, -1 unknown */
-  bool is_head;                       /* [init] */
   const char *tail;                   /* [pool] what follows a prefix route's path; valid within the handler */
   char id[68];                        /* [init] X-Request-Id */
   char qos[16];                       /* [init] X-QoS-Level, "" when absent */
@@ -87,9 +86,10 @@ struct http_server {
   _Atomic int64_t body_bytes;         /* [atomic] of bodies that are kept now */
 
   pthread_mutex_t mutex;
-  pthread_cond_t idle;                /* n_requests fell to 0 */
+  pthread_cond_t idle;                /* n_requests or n_objects fell to 0 */
   struct http_request *requests;      /* [mutex] */
-  int64_t n_requests;                 /* [mutex] */
+  int64_t n_requests;                 /* [mutex] being served */
+  int64_t n_objects;                  /* [mutex] that still exist: a sink may hold one for a moment after its connection is gone */
   struct http_request *watched[HTTP_WATCH_BUCKETS]; /* [mutex] */
 
   pthread_mutex_t work_mutex;

@@ -36,6 +36,7 @@ struct http_request *http_request_create(struct http_server *server, struct MHD_
   if (server->requests) server->requests->previous = request;
   server->requests = request;
   server->n_requests++;
+  server->n_objects++;
   pthread_mutex_unlock(&server->mutex);
   return request;
 }
@@ -45,6 +46,7 @@ void http_request_ref(struct http_request *request) { atomic_fetch_add(&request-
 void http_request_unref(struct http_request *request)
 {
   if (atomic_fetch_sub(&request->n_refs, 1) != 1) return;
+  struct http_server *server = request->server;
   if (request->call) api_call_release(request->call);
   if (request->has_reply) http_reply_fini(&request->reply);
   if (request->response) MHD_destroy_response(request->response);
@@ -52,6 +54,9 @@ void http_request_unref(struct http_request *request)
   buf_fini(&request->out);
   pthread_mutex_destroy(&request->mutex);
   mem_free(request);
+  pthread_mutex_lock(&server->mutex);
+  if (--server->n_objects == 0) pthread_cond_broadcast(&server->idle);
+  pthread_mutex_unlock(&server->mutex); /* the last use of the server: http_server_stop may free it now */
 }
 
 void http_request_drop_body(struct http_request *request)

@@ -98,7 +98,6 @@ static enum sits_status check_head(struct http_request *request, const char *met
   const char *text = NULL;
   enum sits_status status = check_framing(request, &text);
   bool is_get = !strcmp(method, "GET") || !strcmp(method, "HEAD");
-  request->is_head = !strcmp(method, "HEAD");
   if (!status && !is_authorized(request)) {
     status = SITS_UNAUTHENTICATED;
   } else if (!status && request->route < 0) {
@@ -408,6 +407,14 @@ static void cut_requests(struct http_server *server)
   pthread_mutex_unlock(&server->mutex);
 }
 
+/* The delivery thread may still be telling a sink that its call was cancelled; the request that it holds needs the server. */
+static void wait_objects(struct http_server *server)
+{
+  pthread_mutex_lock(&server->mutex);
+  while (server->n_objects > 0) pthread_cond_wait(&server->idle, &server->mutex);
+  pthread_mutex_unlock(&server->mutex);
+}
+
 void http_server_stop(struct http_server *server)
 {
   if (!server) return;
@@ -417,6 +424,7 @@ void http_server_stop(struct http_server *server)
     for (int i = 0; i < 50 && !http_server_wait_idle(server, 100000); i++) cut_requests(server);
     MHD_stop_daemon(server->daemon);
     if (server->listen_fd >= 0) close(server->listen_fd);
+    wait_objects(server);
   } else {
     http_work_stop(server);
   }

@@ -48,7 +48,8 @@ void http_server_set_engine(struct http_server *server, const struct http_engine
 void http_server_quiesce(struct http_server *server);
 /* Wait until no request is being served; true: none is. */
 bool http_server_wait_idle(struct http_server *server, int64_t timeout_us);
-/* Cut what is left (no call of the api may be active any more), close, join and free. NULL is fine. */
+/* Cut what is left (calls that still run are cancelled), close, join, wait until no sink of ours is in use, and free. The api's delivery
+ * thread must still run. NULL is fine. */
 void http_server_stop(struct http_server *server);
 
 #endif
