@@ -35,7 +35,8 @@ const struct option_spec options_table[] = {
     ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|int8|int4|fp4", "KV cache",
          "How keys and values are stored. auto is f16. int4 and fp4 take about 0.3 of f16's bytes at a small cost in quality."),
     SIZE("kv-cache-memory", kv_cache_memory, "0", 0, 1e15, "KV cache",
-         "Memory for KV pages. 0: enough for max-num-seqs sequences of full length, but at most half of the free memory."),
+         "Memory for KV pages. 0: enough for max-num-seqs sequences of full length, "
+         "but at most half of the free memory, or what gpu-memory-utilization leaves on a GPU."),
     BOOL("enable-prefix-caching", enable_prefix_caching, "true", "KV cache",
          "Keep the pages of finished prompts, so that a request with the same beginning does not read it again."),
     SIZE("swap-space", swap_space, "0", 0, 1e15, "KV cache",
@@ -49,7 +50,8 @@ const struct option_spec options_table[] = {
     BOOL("enable-chunked-prefill", enable_chunked_prefill, "true", "Scheduling",
          "Read prompts in chunks beside running streams. Off: whole prompts, during which all streams wait; for comparison."),
     INT("speculative-tokens", speculative_tokens, "6", 0, 64, "tokens", "Scheduling",
-        "Longest draft of prompt lookup, which is verified in one step and never changes an answer. 0: no speculation."),
+        "Longest draft of prompt lookup, which is verified in one step and never changes an answer. 0: none. Nor are there any "
+        "with int4 and fp4 pages."),
     INT("speculative-max-running", speculative_max_running, "8", 1, 4096, "sequences", "Scheduling",
         "Speculate while fewer sequences than that run."),
     INT("max-queued-requests", max_queued_requests, "1024", 1, 1000000, "requests", "Scheduling",
@@ -70,7 +72,7 @@ const struct option_spec options_table[] = {
         "A comment line is sent on a stream that has been silent this long. 0: never."),
     STR("ssl-certfile", ssl_certfile, "HTTP", "PEM certificate chain; with ssl-keyfile it turns TLS on."),
     STR("ssl-keyfile", ssl_keyfile, "HTTP", "PEM private key."),
-    SECRET("api-key", api_key, "HTTP", "Key that clients must send as `Authorization: Bearer KEY` on every route but health."),
+    SECRET("api-key", api_key, "HTTP", "Key that clients must send as `Authorization: Bearer KEY` on every route but health and metrics."),
     BOOL("metrics-require-key", metrics_require_key, "false", "HTTP", "Ask for the API key on /metrics too."),
     FLT("shutdown-timeout-s", shutdown_timeout_s, "30", 0, 86400, "s", "HTTP",
         "On SIGTERM, time that running requests get to finish; a second signal ends them at once."),
@@ -119,6 +121,8 @@ static enum sits_status check_together(struct options *options, enum options_act
   if (!options->grpc_host) options->grpc_host = default_host;
   if (!options->ssl_certfile != !options->ssl_keyfile)
     return sits_fail_param(err, SITS_CONFIG, "ssl-keyfile", "ssl-certfile and ssl-keyfile go together: give both or none");
+  if (options->metrics_require_key && !options->api_key)
+    return sits_fail_param(err, SITS_CONFIG, "metrics-require-key", "metrics-require-key needs an api-key");
   if (options->max_num_batched_tokens < options->max_num_seqs)
     return sits_fail_param(err, SITS_CONFIG, "max-num-batched-tokens", "max-num-batched-tokens (%lld) must be at least max-num-seqs (%lld)",
                            (long long)options->max_num_batched_tokens, (long long)options->max_num_seqs);
