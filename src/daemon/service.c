@@ -131,7 +131,7 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .max_num_seqs = (int32_t)o->max_num_seqs,
                                      .max_num_batched_tokens = (int32_t)o->max_num_batched_tokens,
                                      .kv_cache_bytes = (uint64_t)o->kv_cache_memory,
-                                     .memory_utilization = strcmp(o->device, "cuda") ? 0 : o->gpu_memory_utilization,
+                                     .gpu_memory_utilization = o->gpu_memory_utilization,
                                      .kv_codec = o->kv_cache_dtype,
                                      .prefix_caching = o->enable_prefix_caching,
                                      .swap_bytes = (uint64_t)o->swap_space,
@@ -163,8 +163,12 @@ static enum sits_status choose_names(struct service *service, struct api_model *
   }
   if (!service->model_name) return sits_fail(err, SITS_NOMEM, "no memory for the model's name");
   char *at = service->model_name, *part;
-  while ((part = strsep(&at, ",")))
-    if (*part && model->n_names < API_MAX_MODEL_NAMES && (given || !model->n_names)) model->names[model->n_names++] = part;
+  while ((part = strsep(&at, given ? "," : ""))) {
+    if (!*part) continue;
+    if (model->n_names == API_MAX_MODEL_NAMES)
+      return sits_fail_param(err, SITS_CONFIG, "served-model-name", "served-model-name has over %d names", API_MAX_MODEL_NAMES);
+    model->names[model->n_names++] = part;
+  }
   if (!model->n_names) return sits_fail_param(err, SITS_CONFIG, "served-model-name", "served-model-name is empty");
   return SITS_OK;
 }

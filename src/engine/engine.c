@@ -94,7 +94,10 @@ enum sits_status engine_create(const struct engine_options *options, struct sits
   if (e->options.spec_max_running <= 0) e->options.spec_max_running = 8;
   if (e->options.spec_max_tokens < 0) e->options.spec_max_tokens = 0;
   /* A refused draft is overwritten later; codecs that fold whole groups of tokens into few bits cannot take a token back. */
-  if (options->geometry.codec == KV_INT4 || options->geometry.codec == KV_FP4) e->options.spec_max_tokens = 0;
+  if (e->options.spec_max_tokens > 0 && (options->geometry.codec == KV_INT4 || options->geometry.codec == KV_FP4)) {
+    log_info("engine", "no speculation: %s pages cannot take a token back", kv_codec_name(options->geometry.codec));
+    e->options.spec_max_tokens = 0;
+  }
   e->max_entries = ENTRIES_PER_WAITING * (e->options.max_waiting_requests + options->max_num_seqs) + SITS_MAX_CHOICES;
   e->stride = (options->max_model_len + KV_TOKENS - 1) / KV_TOKENS;
   e->page_bytes = options->vtable->kv_page_bytes(&options->geometry);

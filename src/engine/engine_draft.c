@@ -5,10 +5,10 @@
  * it would be without speculation (engine_output.c, draw_rows), so the answer is the same token for token, sampled or greedy.
  *
  * Off is free: no draft is looked for when the option is 0 or spec_max_running or more sequences run. What a choice's drafts are worth is
- * learned per choice; the planner takes as many as pay, and one whose drafts fail looks for them less and less often. */
+ * learned per choice; the planner takes as many as pay, and one whose drafts mostly fail pauses for a few steps. */
 #include "engine/engine_internal.h"
 
-enum { LONGEST_MATCH = 4, SHORTEST_MATCH = 2, LOOK_BACK = 16384, LONGEST_WAIT = 64 };
+enum { LONGEST_MATCH = 4, SHORTEST_MATCH = 2, LOOK_BACK = 16384, POOR_WAIT = 4, FAILED_WAIT = 16 };
 
 static const float ACCEPT_START = 0.6f, ACCEPT_RATE = 0.15f, ACCEPT_POOR = 0.2f;
 
@@ -64,5 +64,5 @@ void engine_draft_result(struct engine_choice *choice, int32_t n_draft, int32_t 
   if (n_accepted < n_draft) choice->accept -= ACCEPT_RATE * choice->accept;
   if (choice->accept >= ACCEPT_POOR) return;
   choice->accept = ACCEPT_POOR; /* it is asked again after a while */
-  choice->draft_wait = n_accepted > 0 ? 4 : LONGEST_WAIT / 4;
+  choice->draft_wait = n_accepted > 0 ? POOR_WAIT : FAILED_WAIT;
 }

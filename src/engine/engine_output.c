@@ -18,9 +18,15 @@ static void note_news(struct sits_engine *engine, struct sits_request *request)
   engine->news[engine->n_news++] = request;
 }
 
+/* The time of what happens now in the turn: the batch's end, or the turn's start for what ends before it (cancels, deadlines). */
+static int64_t event_us(const struct sits_engine *engine)
+{
+  return engine->last_step_end_us > engine->step_started_us ? engine->last_step_end_us : engine->step_started_us;
+}
+
 static void push(struct sits_engine *engine, struct sits_request *request, struct sits_event *event)
 {
-  event->emitted_us = engine->last_step_end_us;
+  event->emitted_us = event_us(engine);
   engine_ring_push(&request->ring, event);
   note_news(engine, request);
 }
@@ -55,7 +61,7 @@ static void finish_request(struct sits_engine *engine, struct sits_request *requ
   int64_t n_out = 0;
   for (int32_t i = 0; i < request->n_choices; i++) n_out += request->choices[i].n_out;
   atomic_store(&request->times[TIME_OUTPUT_TOKENS], n_out);
-  atomic_store(&request->times[TIME_DONE], engine->last_step_end_us);
+  atomic_store(&request->times[TIME_DONE], event_us(engine));
   engine_stats_request(engine, request);
   request->next = engine->done;
   engine->done = request;

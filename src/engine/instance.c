@@ -34,12 +34,20 @@ static void size_batches(struct instance *instance)
   if (spare > CUDA_SAMPLERS) spare = CUDA_SAMPLERS;
   if (o->n_sampler_threads == 0 && cuda && spare > 0) o->n_sampler_threads = (int32_t)spare;
   if (o->n_sampler_threads < 0) o->n_sampler_threads = 0;
-  if (!(o->memory_utilization > 0)) o->memory_utilization = cuda ? 0.9 : 0.5;
+  if (!(o->gpu_memory_utilization > 0)) o->gpu_memory_utilization = 0.9;
 }
 
 static int32_t pages_for(int64_t n_tokens)
 {
   return (int32_t)((n_tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
+}
+
+/* What is left for pages once the weights and workspaces are in place. */
+static uint64_t bytes_for_pages(const struct instance_options *o, const struct backend_info *device)
+{
+  if (!is_cuda(o)) return device->memory_free_bytes / 2;
+  double kept_free = (1 - o->gpu_memory_utilization) * (double)device->memory_total_bytes;
+  return (double)device->memory_free_bytes > kept_free ? device->memory_free_bytes - (uint64_t)kept_free : 0;
 }
 
 /* Pages: as many as the memory allows, not more than max_num_seqs sequences of full length can use, at least one sequence's worth when
@@ -55,7 +63,7 @@ static enum sits_status size_pages(struct instance *instance, struct sits_error 
   int32_t length = o->max_model_len > 0 ? o->max_model_len : model_len;
   struct backend_info device;
   r->vtable->info(r->backend, &device);
-  uint64_t bytes = o->kv_cache_bytes ? o->kv_cache_bytes : (uint64_t)((double)device.memory_free_bytes * o->memory_utilization);
+  uint64_t bytes = o->kv_cache_bytes ? o->kv_cache_bytes : bytes_for_pages(o, &device);
   uint64_t n_pages = bytes / r->page_bytes, needed = (uint64_t)pages_for(length) * (uint64_t)o->max_num_seqs;
   if (n_pages > needed) n_pages = needed;
   if (n_pages > MAX_PAGES) n_pages = MAX_PAGES;

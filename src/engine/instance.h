@@ -27,7 +27,8 @@ struct instance_options {
   int32_t max_num_seqs;             /* 0 = 64 on cpu, 256 on cuda */
   int32_t max_num_batched_tokens;   /* 0 = 512 on cpu, 8192 on cuda */
   uint64_t kv_cache_bytes;          /* 0 = from free memory (see below), never more than max_num_seqs full sequences need */
-  double memory_utilization;        /* of the device's free memory, for pages, when kv_cache_bytes is 0; 0 = 0.5 cpu, 0.9 cuda */
+  double gpu_memory_utilization;    /* share of a GPU's memory for weights, workspaces and pages together when kv_cache_bytes is 0;
+                                       0 = 0.9. On a CPU pages take half of the free memory. */
   const char *kv_codec;             /* "auto" (f16), "f16", "int8", "int4", "fp4"; NULL = auto */
   bool prefix_caching;
   uint64_t swap_bytes;              /* host memory for swapped sequences, 0 = none */
