@@ -5,6 +5,7 @@
  */
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -17,6 +18,7 @@
 struct loader {
   struct service *service;
   pthread_t main_thread;
+  atomic_bool is_done;      /* a SIGUSR1 from elsewhere must not make the main thread wait for it */
   enum sits_status status;  /* valid after the join */
   struct sits_error err;
 };
@@ -25,6 +27,7 @@ static void *load_main(void *argument)
 {
   struct loader *loader = argument;
   loader->status = service_load(loader->service, &loader->err);
+  atomic_store(&loader->is_done, true);
   pthread_kill(loader->main_thread, SIGUSR1);
   return NULL;
 }
@@ -87,7 +90,9 @@ static int serve(const struct options *options)
   struct loader loader = {.service = &service, .main_thread = pthread_self()};
   pthread_t thread;
   enum sits_status status = service_open(&service, options, &loader.err);
-  if (status || pthread_create(&thread, NULL, load_main, &loader)) {
+  int failed = status ? 0 : pthread_create(&thread, NULL, load_main, &loader);
+  if (failed) status = sits_fail(&loader.err, SITS_INTERNAL, "no thread to load the model: %s", strerror(failed));
+  if (status) {
     log_error("daemon", "cannot start: %s", loader.err.text);
     service_close(&service);
     return 1;
@@ -95,7 +100,7 @@ static int serve(const struct options *options)
   bool is_loaded = false;
   int signal_number;
   while ((signal_number = wait_signal(&set, -1)) != SIGTERM && signal_number != SIGINT) {
-    if (signal_number != SIGUSR1 || is_loaded) continue;
+    if (signal_number != SIGUSR1 || is_loaded || !atomic_load(&loader.is_done)) continue;
     pthread_join(thread, NULL);
     if (loader.status) {
       health_set(&service.health, HEALTH_FAILED);
