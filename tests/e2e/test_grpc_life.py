@@ -246,6 +246,22 @@ def test_request_ids_and_classes(server, stub):
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and dict(error.trailing_metadata())["sits-error-param"] == "X-QoS-Level"
 
 
+def test_metrics_count_calls_by_method_and_status(server, stub):
+    def count(method, status):
+        try:
+            return server.metric("grpc_requests_total", method=method, status=status)
+        except AssertionError:
+            return 0
+    path = "/sits2026.v1.Inference/Generate"
+    good, bad, other = count(path, 0), count(path, 3), count("other", 12)
+    stub.Generate(pb.GenerateRequest(prompt=["a"], max_tokens=1))
+    assert code(lambda: stub.Generate(pb.GenerateRequest(prompt=["a"], temperature=9))) == "INVALID_ARGUMENT"
+    with channel(server) as ch:
+        assert code(lambda: ch.unary_unary("/a.B/C")(b"", timeout=10)) == "UNIMPLEMENTED"
+    wait_for(lambda: (count(path, 0), count(path, 3), count("other", 12)) == (good + 1, bad + 1, other + 1))
+    wait_for(lambda: server.metric("grpc_requests_in_flight") == 0)
+
+
 # ---- leaving ----
 
 

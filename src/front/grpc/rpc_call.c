@@ -337,6 +337,7 @@ static void begin(struct rpc *rpc)
 {
   struct rpc_server *server = rpc->server;
   rpc->started_us = clock_monotonic_us();
+  metrics_grpc_begin(server->metrics);
   char given[80];
   bool has_id = find_metadata(rpc, "x-request-id", given, sizeof given);
   api_access_choose_id(has_id ? given : NULL, atomic_fetch_add(&server->next_number, 1), rpc->id, sizeof rpc->id);
@@ -379,15 +380,16 @@ static void on_new(struct rpc *rpc, bool ok)
   rpc_unref(rpc);
 }
 
-static void log_end(const struct rpc *rpc)
+static void note_end(const struct rpc *rpc)
 {
+  int code = rpc->has_sent_status ? (int)rpc->code : GRPC_STATUS_CANCELLED;
+  metrics_grpc_end(rpc->server->metrics, rpc->method ? (int)(rpc->method - rpc_methods) : rpc_n_methods, code);
   double ms = (double)(clock_monotonic_us() - rpc->started_us) / 1000;
   const char *path = rpc->method ? rpc->method->path : "?";
   if (rpc->method && rpc->method->kind)
-    log_info("grpc", "id=%s method=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s", rpc->id, path,
-             rpc->has_sent_status ? (int)rpc->code : GRPC_STATUS_CANCELLED, ms, (long long)rpc->n_prompt_tokens,
-             (long long)rpc->n_output_tokens, rpc->is_cancelled ? " client_left=1" : "");
-  else log_debug("grpc", "id=%s method=%s status=%d ms=%.1f", rpc->id, path, (int)rpc->code, ms);
+    log_info("grpc", "id=%s method=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s", rpc->id, path, code, ms,
+             (long long)rpc->n_prompt_tokens, (long long)rpc->n_output_tokens, rpc->is_cancelled ? " client_left=1" : "");
+  else log_debug("grpc", "id=%s method=%s status=%d ms=%.1f", rpc->id, path, code, ms);
 }
 
 static void on_close(struct rpc *rpc, bool ok)
@@ -397,7 +399,7 @@ static void on_close(struct rpc *rpc, bool ok)
   drop_messages_locked(rpc);
   struct api_call *call = rpc->api_call;
   bool left = rpc->is_cancelled && !rpc->has_sent_status && rpc->method && rpc->method->kind;
-  log_end(rpc);
+  note_end(rpc);
   pthread_mutex_unlock(&rpc->mutex);
   if (left) metrics_add(rpc->server->metrics, METRICS_DISCONNECTS, 1);
   if (call) api_call_cancel(call, SITS_CANCELLED); /* does nothing when it is done */

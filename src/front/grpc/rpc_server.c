@@ -157,6 +157,10 @@ enum sits_status rpc_server_start(const struct rpc_options *options, struct api 
   pthread_mutex_init(&server->work_mutex, NULL);
   pthread_cond_init(&server->work_wake, NULL);
   pthread_condattr_destroy(&monotonic);
+  static const char *names[RPC_MAX_METHODS + 1];
+  for (int m = 0; m < rpc_n_methods; m++) names[m] = rpc_methods[m].path;
+  names[rpc_n_methods] = "other"; /* clients choose the names of unknown methods: one label for all */
+  metrics_set_methods(metrics, names, rpc_n_methods + 1);
   gpr_set_log_function(on_core_log);
   grpc_init();
   enum sits_status status = options->ssl_certfile ? SITS_OK : rpc_accept_listen(server, err);

@@ -8,6 +8,8 @@
 
 #define MAX_ROUTES 24
 #define N_STATUS_CLASSES 6
+#define MAX_METHODS 24
+#define N_GRPC_STATUSES 17
 #define LABEL_BYTES 192
 
 /* Upper bounds of the delivery histogram in microseconds. */
@@ -31,6 +33,10 @@ struct metrics {
   _Atomic int64_t http[MAX_ROUTES][N_STATUS_CLASSES];  /* [atomic] */
   const char *const *routes;                           /* [init] [n_routes] */
   int n_routes;                                        /* [init] */
+  _Atomic int64_t grpc[MAX_METHODS][N_GRPC_STATUSES];  /* [atomic] */
+  _Atomic int64_t n_grpc;                              /* [atomic] calls being served */
+  const char *const *methods;                          /* [init] [n_methods] */
+  int n_methods;                                       /* [init] 0 without gRPC */
   char label[LABEL_BYTES];                             /* [init] model_name="..." with escapes */
 };
 
@@ -62,6 +68,21 @@ void metrics_set_routes(struct metrics *metrics, const char *const *names, int n
 {
   metrics->routes = names;
   metrics->n_routes = n_routes < MAX_ROUTES ? n_routes : MAX_ROUTES;
+}
+
+void metrics_set_methods(struct metrics *metrics, const char *const *names, int n_methods)
+{
+  metrics->methods = names;
+  metrics->n_methods = n_methods < MAX_METHODS ? n_methods : MAX_METHODS;
+}
+
+void metrics_grpc_begin(struct metrics *metrics) { atomic_fetch_add_explicit(&metrics->n_grpc, 1, memory_order_relaxed); }
+
+void metrics_grpc_end(struct metrics *metrics, int method, int grpc_status)
+{
+  atomic_fetch_sub_explicit(&metrics->n_grpc, 1, memory_order_relaxed);
+  if (method < 0 || method >= metrics->n_methods || grpc_status < 0 || grpc_status >= N_GRPC_STATUSES) return;
+  atomic_fetch_add_explicit(&metrics->grpc[method][grpc_status], 1, memory_order_relaxed);
 }
 
 void metrics_add(struct metrics *metrics, enum metrics_counter counter, int64_t n)
@@ -199,6 +220,20 @@ static void render_delivery(const struct metrics *m, struct buf *out)
              (double)atomic_load_explicit(&m->delivery_sum_us, memory_order_relaxed) / 1e6, m->label, (long long)total);
 }
 
+static void render_grpc(const struct metrics *m, struct buf *out)
+{
+  if (!m->n_methods) return;
+  gauge(m, out, "grpc_requests_in_flight", "gRPC calls being served, health watches among them.",
+        (double)atomic_load_explicit(&m->n_grpc, memory_order_relaxed));
+  header(out, "grpc_requests_total", "counter", "gRPC calls ended, by method and status code.");
+  for (int r = 0; r < m->n_methods; r++)
+    for (int c = 0; c < N_GRPC_STATUSES; c++) {
+      int64_t n = atomic_load_explicit(&m->grpc[r][c], memory_order_relaxed);
+      if (n)
+        buf_printf(out, "sits2026:grpc_requests_total{%s,method=\"%s\",status=\"%d\"} %lld\n", m->label, m->methods[r], c, (long long)n);
+    }
+}
+
 void metrics_render(struct metrics *m, const struct metrics_now *now, struct buf *out)
 {
   static const struct engine_stats none;
@@ -214,6 +249,7 @@ void metrics_render(struct metrics *m, const struct metrics_now *now, struct buf
     buf_printf(out, "sits2026:%s{%s%s} %lld\n", row->name, m->label, row->label, (long long)metrics_counter_value(m, i));
   }
   render_delivery(m, out);
+  render_grpc(m, out);
   header(out, "http_requests_total", "counter", "HTTP requests answered, by route and class of status.");
   for (int r = 0; r < m->n_routes; r++)
     for (int c = 1; c < N_STATUS_CLASSES; c++) {

@@ -37,6 +37,11 @@ void metrics_delivery(struct metrics *metrics, int64_t latency_us);
 /* One answered HTTP request; route is an index into the route names. */
 void metrics_http(struct metrics *metrics, int route, int http_status);
 
+/* gRPC calls by method and status; method is an index into the names, borrowed constants. */
+void metrics_set_methods(struct metrics *metrics, const char *const *names, int n_methods);
+void metrics_grpc_begin(struct metrics *metrics);
+void metrics_grpc_end(struct metrics *metrics, int method, int grpc_status);
+
 struct metrics_now {
   const struct engine_stats *engine; /* NULL while there is none */
   int64_t page_tokens;
