@@ -277,7 +277,7 @@ void engine_build(struct sits_engine *engine)
   ask_device(engine);
 }
 
-enum sits_status engine_forward(struct sits_engine *engine, struct backend_result *result)
+enum sits_status engine_submit_batch(struct sits_engine *engine)
 {
   const struct engine_options *o = &engine->options;
   enum sits_status status = SITS_OK;
@@ -287,7 +287,10 @@ enum sits_status engine_forward(struct sits_engine *engine, struct backend_resul
     }
     status = o->vtable->kv_copy_pages(o->kv, engine->copies, engine->n_moves);
   }
-  if (status == SITS_OK) status = o->vtable->submit(o->program, o->kv, &engine->batch);
-  if (status == SITS_OK) status = o->vtable->wait(o->program, result);
-  return status;
+  return status == SITS_OK ? o->vtable->submit(o->program, o->kv, &engine->batch) : status;
+}
+
+enum sits_status engine_wait_batch(struct sits_engine *engine, struct backend_result *result)
+{
+  return engine->options.vtable->wait(engine->options.program, result);
 }

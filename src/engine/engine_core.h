@@ -45,6 +45,7 @@ struct engine_options {
   int64_t itl_target_us;         /* inter-token latency that running streams must keep, 0 = none */
   int32_t spec_max_tokens;       /* longest draft verified at once, 0 = no speculation */
   int32_t spec_max_running;      /* speculate while fewer sequences than that run; 0 = 8 */
+  bool overlap;                  /* submit returns before the batch is computed: the last step's tokens are delivered meanwhile */
   int32_t n_sampler_threads;     /* helpers that draw tokens beside the engine thread; 0 = none */
   bool chunked_prefill_off;      /* whole prompts in one step (for comparison) */
 

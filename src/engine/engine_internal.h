@@ -181,7 +181,8 @@ void engine_ring_push(struct engine_ring *ring, const struct sits_event *event);
 void engine_hold_full(struct sits_engine *engine);
 void engine_plan(struct sits_engine *engine);
 void engine_build(struct sits_engine *engine);
-enum sits_status engine_forward(struct sits_engine *engine, struct backend_result *result) SITS_MUST_CHECK;
+enum sits_status engine_submit_batch(struct sits_engine *engine) SITS_MUST_CHECK;
+enum sits_status engine_wait_batch(struct sits_engine *engine, struct backend_result *result) SITS_MUST_CHECK;
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /* give slot, host pages, id and entry back */
 
 /* engine_draft.c */

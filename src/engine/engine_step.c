@@ -27,6 +27,18 @@ static void cancel_request(struct sits_engine *engine, struct sits_request *requ
   }
 }
 
+static void add_all(struct sits_engine *engine, struct sits_request *request)
+{
+  bool has_failed = atomic_load(&engine->state) == ENGINE_FAILED;
+  while (request) {
+    struct sits_request *next = request->next;
+    request->next = NULL;
+    add_request(engine, request);
+    if (has_failed) engine_finish_all(engine, request, SITS_FINISH_ERROR, SITS_DEVICE);
+    request = next;
+  }
+}
+
 /* New requests become waiting entries; cancelled choices end. */
 static void drain_inbox(struct sits_engine *engine)
 {
@@ -39,14 +51,7 @@ static void drain_inbox(struct sits_engine *engine)
     r->cancel_todo = r->cancel_next;
   }
   pthread_mutex_unlock(&engine->inbox_mutex);
-  bool has_failed = atomic_load(&engine->state) == ENGINE_FAILED;
-  while (request) {
-    struct sits_request *next = request->next;
-    request->next = NULL;
-    add_request(engine, request);
-    if (has_failed) engine_finish_all(engine, request, SITS_FINISH_ERROR, SITS_DEVICE);
-    request = next;
-  }
+  add_all(engine, request);
   while (cancel) {
     struct sits_request *next = cancel->cancel_todo;
     cancel_request(engine, cancel);
@@ -58,6 +63,16 @@ static void drain_inbox(struct sits_engine *engine)
   }
 }
 
+/* While a batch is in flight only arrivals are taken: nothing that is in the batch may end or move. */
+static void take_arrivals(struct sits_engine *engine)
+{
+  pthread_mutex_lock(&engine->inbox_mutex);
+  struct sits_request *request = engine->inbox_first;
+  engine->inbox_first = engine->inbox_last = NULL;
+  pthread_mutex_unlock(&engine->inbox_mutex);
+  add_all(engine, request);
+}
+
 static void expire(struct sits_engine *engine)
 {
   while (engine->n_deadlines > 0 && engine->deadlines[0]->params.deadline_us <= engine->step_started_us) {
@@ -65,26 +80,6 @@ static void expire(struct sits_engine *engine)
     engine_deadline_remove(engine, request);
     engine_finish_all(engine, request, SITS_FINISH_DEADLINE, SITS_DEADLINE);
   }
-}
-
-static void forward_and_sample(struct sits_engine *engine)
-{
-  struct backend_result result = {0};
-  int64_t started_us = clock_monotonic_us();
-  enum sits_status status = engine_forward(engine, &result);
-  int64_t now_us = clock_monotonic_us();
-  engine->compute_us = now_us - started_us;
-  int64_t from_us = engine->is_continuous ? engine->last_step_end_us : engine->step_started_us;
-  engine->last_step_end_us = now_us;
-  engine->stats.n_steps++;
-  if (status != SITS_OK) {
-    engine_fail(engine, status);
-    return;
-  }
-  engine_outputs(engine, &result);
-  alps_report(engine->alps, &engine->plan, now_us - from_us);
-  engine->stats.step_us_ewma += 0.1 * ((double)(now_us - from_us) - engine->stats.step_us_ewma);
-  engine_observe(&engine->stats.iteration_tokens_hist, engine->batch.n_tokens);
 }
 
 static void deliver(struct sits_engine *engine)
@@ -116,6 +111,37 @@ static void reclaim(struct sits_engine *engine)
 #endif
 }
 
+/* What the host does while the device computes: the last step's tokens go out, arrivals are queued. */
+static void overlap(struct sits_engine *engine)
+{
+  deliver(engine);
+  reclaim(engine);
+  take_arrivals(engine);
+  engine_stats_publish(engine);
+}
+
+static void forward_and_sample(struct sits_engine *engine)
+{
+  struct backend_result result = {0};
+  int64_t started_us = clock_monotonic_us();
+  enum sits_status status = engine_submit_batch(engine);
+  if (status == SITS_OK && engine->options.overlap) overlap(engine);
+  if (status == SITS_OK) status = engine_wait_batch(engine, &result);
+  int64_t now_us = clock_monotonic_us();
+  engine->compute_us = now_us - started_us;
+  int64_t from_us = engine->is_continuous ? engine->last_step_end_us : engine->step_started_us;
+  engine->last_step_end_us = now_us;
+  engine->stats.n_steps++;
+  if (status != SITS_OK) {
+    engine_fail(engine, status);
+    return;
+  }
+  engine_outputs(engine, &result);
+  alps_report(engine->alps, &engine->plan, now_us - from_us);
+  engine->stats.step_us_ewma += 0.1 * ((double)(now_us - from_us) - engine->stats.step_us_ewma);
+  engine_observe(&engine->stats.iteration_tokens_hist, engine->batch.n_tokens);
+}
+
 bool engine_step(struct sits_engine *engine)
 {
   engine->step_started_us = clock_monotonic_us();
@@ -131,9 +157,12 @@ bool engine_step(struct sits_engine *engine)
     engine_build(engine);
     forward_and_sample(engine);
   }
-  deliver(engine);
-  reclaim(engine);
-  engine_stats_publish(engine);
+  /* With overlap the tokens of a step go out while the next one computes, which begins at once. */
+  if (!has_work || !engine->options.overlap || atomic_load(&engine->state) == ENGINE_FAILED) {
+    deliver(engine);
+    reclaim(engine);
+    engine_stats_publish(engine);
+  }
   engine->is_continuous = has_work;
   return has_work;
 }

@@ -15,6 +15,7 @@ struct instance {
   struct runner runner;
   struct sits_engine *engine;
   struct instance_info info;
+  bool overlap;                     /* the backend computes while the host goes on */
 };
 
 static bool is_cuda(const struct instance_options *o)
@@ -34,6 +35,7 @@ static void size_batches(struct instance *instance)
   if (spare > CUDA_SAMPLERS) spare = CUDA_SAMPLERS;
   if (o->n_sampler_threads == 0 && cuda && spare > 0) o->n_sampler_threads = (int32_t)spare;
   if (o->n_sampler_threads < 0) o->n_sampler_threads = 0;
+  instance->overlap = cuda;
   if (!(o->gpu_memory_utilization > 0)) o->gpu_memory_utilization = 0.9;
 }
 
@@ -93,7 +95,7 @@ static enum sits_status create_engine(struct instance *instance, struct sits_err
       .max_waiting_tokens = o->max_waiting_tokens, .prefix_caching = o->prefix_caching,
       .n_host_pages = (int32_t)(o->swap_bytes / r->page_bytes > MAX_PAGES ? MAX_PAGES : o->swap_bytes / r->page_bytes),
       .itl_target_us = o->itl_target_us, .spec_max_tokens = o->spec_max_tokens, .spec_max_running = o->spec_max_running,
-      .chunked_prefill_off = o->chunked_prefill_off, .n_sampler_threads = o->n_sampler_threads,
+      .chunked_prefill_off = o->chunked_prefill_off, .n_sampler_threads = o->n_sampler_threads, .overlap = instance->overlap,
       .on_events = o->on_events, .events_user = o->events_user,
   };
   return engine_create(&engine, &instance->engine, err);

@@ -34,6 +34,7 @@ static struct engine_options small_options(int32_t n_host_pages)
   o.max_num_batched_tokens = 96;
   o.n_host_pages = n_host_pages;
   o.n_sampler_threads = n_host_pages ? 2 : 0;
+  o.overlap = n_host_pages > 0;
   o.itl_target_us = n_host_pages ? 2000 : 0;
   o.max_waiting_requests = 64;
   return o;
