@@ -113,7 +113,7 @@ static void op_quantize_u4(const float *x, int32_t n, uint8_t *codes, uint8_t *s
   int32_t best_code = first;
   for (int32_t code = first; code < first + 3 && code < 256; code++) {
     const float s = cpu_kv_scale((uint8_t)code), inverse = s > 0 ? 1 / s : 0;
-    const float middle = s > 0 ? __builtin_roundevenf(-lo / s) : 0;
+    const float middle = s > 0 ? __builtin_nearbyintf(-lo / s) : 0;
     for (int shift = -1; shift <= 1; shift++) {
       float z = middle + (float)shift;
       z = z < -128 ? -128 : z > 127 ? 127 : z;
