@@ -33,7 +33,7 @@ def slow(tmp_path_factory):
     """Slow enough for requests to be caught in the middle."""
     from conftest import start
     server = start(tmp_path_factory, SMOL, "--served-model-name", "smol", "--max-model-len", 4096, "--max-num-seqs", 16,
-                   "--max-queued-requests", 4)
+                   "--max-queued-requests", 4, "--max-num-batched-tokens", 128)
     yield server
     assert server.stop() == 0
 
@@ -174,7 +174,7 @@ def test_contract_61_a_model_that_cannot_be_read_ends_the_daemon(launch, tmp_pat
 
 
 def test_contract_62_health_answers_at_once_while_busy(slow):
-    sock = open_request(slow, {"prompt": "word " * 3000, "max_tokens": 50, "stream": True, "n": 8})
+    sock = open_request(slow, {"prompt": "word " * 2000, "max_tokens": 50, "stream": True, "n": 8})
     times = []
     for _ in range(50):
         start = time.time()
