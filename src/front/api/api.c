@@ -183,10 +183,13 @@ void api_queue_locked(struct api *api, struct api_part *part)
 void api_on_events(void *context, struct sits_request *const *requests, int32_t n_requests)
 {
   struct api *api = context;
+  int64_t now_us = clock_monotonic_us();
   pthread_mutex_lock(&api->mutex);
   for (int32_t i = 0; i < n_requests; i++) {
     struct api_part *part = find_locked(api, (uint64_t)(uintptr_t)sits_request_user(requests[i]));
-    if (part) api_queue_locked(api, part);
+    if (!part) continue;
+    part->news_us = now_us;
+    api_queue_locked(api, part);
   }
   if (api->ready_head) pthread_cond_signal(&api->wake);
   pthread_mutex_unlock(&api->mutex);
@@ -207,6 +210,7 @@ static void *delivery_main(void *argument)
     struct api_part *part = api->ready_head;
     api->ready_head = part->next_ready;
     if (!api->ready_head) api->ready_tail = NULL;
+    part->told_us = part->news_us;
     part->is_queued = false; /* news that come while it is served queue it again */
     struct api_call *call = part->call;
     bool is_running = call->state == API_CALL_RUNNING;

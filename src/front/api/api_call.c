@@ -362,12 +362,18 @@ static void choice_finished(struct api_part *part, int32_t c)
   part->n_left--;
 }
 
+/* When the engine handed the event over: it stamps the end of the forward pass, and sampling comes after that. */
+static int64_t emitted_us(const struct api_part *part, const struct sits_event *event)
+{
+  return part->told_us > event->emitted_us ? part->told_us : event->emitted_us;
+}
+
 static enum sits_status take_token(struct api_part *part, const struct sits_event *event)
 {
   struct api_call *call = part->call;
   int32_t c = event->choice;
   struct api_choice *choice = &part->choices[c];
-  struct api_delta delta = {.stop_token = -1, .emitted_us = event->emitted_us};
+  struct api_delta delta = {.stop_token = -1, .emitted_us = emitted_us(part, event)};
   struct detok_piece piece = {0};
   choice->n_output++;
   call->usage.n_output_tokens++;
@@ -400,7 +406,7 @@ static enum sits_status take_finish(struct api_part *part, const struct sits_eve
   struct api_call *call = part->call;
   int32_t c = event->choice;
   struct api_choice *choice = &part->choices[c];
-  struct api_delta delta = {.stop_token = -1, .emitted_us = event->emitted_us};
+  struct api_delta delta = {.stop_token = -1, .emitted_us = emitted_us(part, event)};
   switch (event->finish) {
   case SITS_FINISH_STOP:
     delta.finish = API_FINISH_STOP;
@@ -418,7 +424,7 @@ static enum sits_status take_finish(struct api_part *part, const struct sits_eve
   enum sits_status status = detok_finish(choice->detok, &piece);
   if (status) return status;
   if (piece.stop_index >= 0) { /* held text that ends in a stop string after all */
-    delta = (struct api_delta){.stop_token = -1, .emitted_us = event->emitted_us, .finish = API_FINISH_STOP};
+    delta = (struct api_delta){.stop_token = -1, .emitted_us = delta.emitted_us, .finish = API_FINISH_STOP};
     delta.stop_text = call->request->stops[piece.stop_index];
   } else {
     piece.n_tokens = choice->n_pending;

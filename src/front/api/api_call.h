@@ -41,7 +41,7 @@ struct api_delta {
   bool stop_token_is_end;                     /* it is one of the model's own end tokens */
   const char *stop_text;                      /* the stop string that ended it, NULL when none did */
   int32_t n_output_tokens;                    /* of this choice so far, an end token counted */
-  int64_t emitted_us;                         /* when the engine's step ended that made it; 0 when no step did */
+  int64_t emitted_us;                         /* when the engine handed over what made it; 0 when no event did */
 };
 
 struct api_usage {

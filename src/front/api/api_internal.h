@@ -33,6 +33,8 @@ struct api_part {
   int64_t n_prompt_tokens;        /* [delivery] of them filled */
   struct api_part *next_ready;    /* [mutex api.mutex] */
   bool is_queued;                 /* [mutex api.mutex] */
+  int64_t news_us;                /* [mutex api.mutex] when the engine last told of news */
+  int64_t told_us;                /* [delivery] news_us when it was taken from the queue */
 };
 
 struct api_call {

@@ -61,7 +61,7 @@ struct http_request {
   size_t out_at;                      /* [mutex] */
   bool is_finished;                   /* [mutex] nothing will be appended to out */
   bool is_stalled;                    /* [mutex] the api was told that out is full */
-  int64_t oldest_us;                  /* [mutex] when the step ended that made the oldest unsent token, 0 none */
+  int64_t oldest_us;                  /* [mutex] when the engine handed over the oldest unsent token, 0 none */
   int64_t last_write_us;              /* [mutex] of bytes taken by the writer */
   int64_t n_prompt_tokens, n_output_tokens; /* [mutex] for the log line */
 

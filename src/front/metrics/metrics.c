@@ -207,7 +207,7 @@ static void render_engine(const struct metrics *m, const struct metrics_now *now
 
 static void render_delivery(const struct metrics *m, struct buf *out)
 {
-  header(out, "delivery_latency_seconds", "histogram", "From the end of a step to its bytes being handed to the socket's writer.");
+  header(out, "delivery_latency_seconds", "histogram", "From the engine handing over a token to its bytes reaching the socket's writer.");
   int64_t total = 0;
   for (size_t i = 0; i <= N_DELIVERY; i++) {
     total += atomic_load_explicit(&m->delivery[i], memory_order_relaxed);

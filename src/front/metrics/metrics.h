@@ -32,7 +32,7 @@ void metrics_set_routes(struct metrics *metrics, const char *const *names, int n
 
 void metrics_add(struct metrics *metrics, enum metrics_counter counter, int64_t n);
 int64_t metrics_counter_value(const struct metrics *metrics, enum metrics_counter counter);
-/* From the end of the step that made a token to its bytes being handed to the socket's writer. */
+/* From the engine handing over a token to its bytes being handed to the socket's writer. */
 void metrics_delivery(struct metrics *metrics, int64_t latency_us);
 /* One answered HTTP request; route is an index into the route names. */
 void metrics_http(struct metrics *metrics, int route, int http_status);
