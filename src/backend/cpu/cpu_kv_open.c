@@ -34,7 +34,7 @@ enum sits_status cpu_kv_open_create(const struct backend_kv *kv, int32_t max_tok
   struct cpu_kv_open *o = mem_calloc(1, sizeof *o);
   if (o == NULL) return SITS_NOMEM;
   o->tokens = kv->codec->open_tokens;
-  o->n_slots = max_seqs + max_seqs / 4 + 8;
+  o->n_slots = 2 * max_seqs + 8; /* of each sequence a group that its chunk completes and one that it begins; some to spare */
   o->n_scratch = max_tokens / o->tokens + 1;
   o->tile_elements = (size_t)g->head_dim * (size_t)o->tokens;
   const size_t per_layer = o->tile_elements * (size_t)g->n_kv_heads;
@@ -103,21 +103,21 @@ static void forget(struct cpu_kv_open *o, int32_t slot)
   o->slots[slot].key = NONE;
 }
 
-/* A slot to use for key: an unused one, else a complete one, else the least recently used, folded first. Never one that this batch uses. */
+/* What taking a slot costs: nothing, untouched memory, or a fold. */
+static int cost_of(const struct cpu_kv_open *o, int32_t slot)
+{
+  return o->slots[slot].key == NONE ? 1 : is_incomplete(o, slot) ? 2 : 0;
+}
+
+/* A slot to use for key: a complete one, else an unused one, else the least recently used, folded first. Never one that this batch uses. */
 static int32_t take_slot(struct backend_kv *kv, int32_t key)
 {
   struct cpu_kv_open *o = kv->open;
   int32_t best = NONE;
   for (int32_t i = 0; i < o->n_slots; i++) {
     const struct slot *s = &o->slots[i];
-    if (s->key == NONE) {
-      best = i;
-      break;
-    }
-    if (s->used == o->n_batches) continue;
-    if (best == NONE || is_incomplete(o, i) < is_incomplete(o, best) ||
-        (is_incomplete(o, i) == is_incomplete(o, best) && s->used < o->slots[best].used))
-      best = i;
+    if (s->key != NONE && s->used == o->n_batches) continue;
+    if (best == NONE || cost_of(o, i) < cost_of(o, best) || (cost_of(o, i) == cost_of(o, best) && s->used < o->slots[best].used)) best = i;
   }
   if (o->slots[best].key != NONE && is_incomplete(o, best) && o->slots[best].n_tokens > 0)
     fold_slot(kv, best, cpu_kv_block(kv, o->slots[best].key / groups_per_page(o), 0, 0));

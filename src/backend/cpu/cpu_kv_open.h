@@ -10,7 +10,8 @@
  * first, then the least recently used; an incomplete one is first folded as it is, and unfolded again should its sequence go on (that
  * costs precision, never correctness; with more slots than sequences it takes an abandoned sequence to happen).
  *
- * Rules: 1. cpu_kv_open_begin before a batch runs, on the calling thread; it cannot fail (slots >= sequences of a batch). 2. Swapped-out
+ * Rules: 1. cpu_kv_open_begin before a batch runs, on the calling thread; it cannot fail (there are two slots for
+ * each sequence of a batch). 2. Swapped-out
  * pages carry their open group folded; copied pages take their slot along.
  */
 #ifndef SITS_BACKEND_CPU_CPU_KV_OPEN_H

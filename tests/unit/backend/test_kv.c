@@ -289,6 +289,33 @@ static void test_recycled_slots(void **state)
   synth_fini(&synth);
 }
 
+/* A chunk that completes one open group and begins the next needs two slots; here every sequence of a full batch has such a chunk. */
+static void test_two_groups_each(void **state)
+{
+  enum { S = 16, CUT = P - 4, END = P + 6 };
+  (void)state;
+  static float want[S * V];
+  static int32_t ids[S][N], tables[S][2];
+  struct synth synth;
+  synth_init(&synth, &shape, 11);
+  for (size_t c = 0; c < N_CODECS; c++) {
+    struct rig rig = rig_attach(&synth.model, &(struct rig_options){.n_threads = 1, .max_batch_tokens = 256, .max_seqs = S,
+                                                                    .n_pages = 2 * S, .fusions = ~0u, .codec = codecs[c]});
+    struct rig_part parts[S];
+    for (int32_t s = 0; s < S; s++) {
+      make_ids(ids[s], s);
+      tables[s][0] = 2 * s;
+      tables[s][1] = 2 * s + 1;
+      memcpy(want + s * V, rig_step(&rig, &(struct rig_part){ids[s], END, 0, tables[s]}, 1, false), V * sizeof *want);
+      parts[s] = (struct rig_part){ids[s] + CUT, END - CUT, CUT, tables[s]};
+    }
+    for (int32_t s = 0; s < S; s++) rig_step(&rig, &(struct rig_part){ids[s], CUT, 0, tables[s]}, 1, false);
+    assert_memory_equal(rig_step(&rig, parts, S, false), want, sizeof want);
+    rig_close(&rig);
+  }
+  synth_fini(&synth);
+}
+
 static void test_refusals(void **state)
 {
   (void)state;
@@ -363,6 +390,7 @@ int main(void)
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_round_trips), cmocka_unit_test(test_page_bytes),
                                      cmocka_unit_test(test_batching_does_not_matter), cmocka_unit_test(test_copied_pages),
                                      cmocka_unit_test(test_swapped_pages), cmocka_unit_test(test_recycled_slots),
-                                     cmocka_unit_test(test_refusals), cmocka_unit_test(test_out_of_memory)};
+                                     cmocka_unit_test(test_two_groups_each), cmocka_unit_test(test_refusals),
+                                     cmocka_unit_test(test_out_of_memory)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
