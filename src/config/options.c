@@ -17,7 +17,7 @@ static const char default_host[] = "127.0.0.1";
 
 const struct option_spec options_table[] = {
     STR("model", model, "Model",
-        "The model: a GGUF file, or a Hugging Face directory (config.json, tokenizer.json, *.safetensors)."),
+        "The model: a GGUF file, a Hugging Face directory (config.json, tokenizer.json, *.safetensors), or a file of sits2026-compile."),
     STR("served-model-name", served_model_name, "Model",
         "Name that clients give in `model`. Default: the file's or directory's name."),
     STR("chat-template", chat_template, "Model", "File with a Jinja chat template to use instead of the model's own."),
@@ -33,7 +33,8 @@ const struct option_spec options_table[] = {
         "Share of the GPU's memory for weights, KV cache and workspaces together."),
 
     ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|int8|int4|fp4", "KV cache",
-         "How keys and values are stored. auto is f16. int4 and fp4 take about 0.3 of f16's bytes at a small cost in quality."),
+         "How keys and values are stored. auto: what a file of sits2026-compile asks for, else f16. int4 and fp4 take about 0.3 of "
+         "f16's bytes at a small cost in quality."),
     SIZE("kv-cache-memory", kv_cache_memory, "0", 0, 1e15, "KV cache",
          "Memory for KV pages. 0: enough for max-num-seqs sequences of full length, "
          "but at most half of the free memory, or what gpu-memory-utilization leaves on a GPU."),
@@ -115,7 +116,8 @@ static enum sits_status split_args(int argc, char *const *argv, struct early *ea
   return SITS_OK;
 }
 
-static enum sits_status check_together(struct options *options, enum options_action action, struct sits_error *err)
+static enum sits_status check_together(struct options *options, const struct option_set *set, enum options_action action,
+                                       struct sits_error *err)
 {
   if (!options->host) options->host = default_host;
   if (!options->grpc_host) options->grpc_host = default_host;
@@ -123,6 +125,9 @@ static enum sits_status check_together(struct options *options, enum options_act
     return sits_fail_param(err, SITS_CONFIG, "ssl-keyfile", "ssl-certfile and ssl-keyfile go together: give both or none");
   if (options->metrics_require_key && !options->api_key)
     return sits_fail_param(err, SITS_CONFIG, "metrics-require-key", "metrics-require-key needs an api-key");
+  if (options->grpc_port && options->ssl_certfile && option_is_set(set, "grpc-max-connections"))
+    return sits_fail_param(err, SITS_CONFIG, "grpc-max-connections",
+                           "grpc-max-connections cannot be kept with TLS, where the gRPC library itself accepts");
   if (options->max_num_batched_tokens < options->max_num_seqs)
     return sits_fail_param(err, SITS_CONFIG, "max-num-batched-tokens", "max-num-batched-tokens (%lld) must be at least max-num-seqs (%lld)",
                            (long long)options->max_num_batched_tokens, (long long)options->max_num_seqs);
@@ -146,7 +151,7 @@ enum sits_status options_load(struct options *options, struct option_set *set, i
   if (!status && early.config_path) status = option_load_yaml(set, early.config_path, err);
   if (!status) status = option_load_env(set, err);
   if (!status) status = option_parse_args(set, n_rest, rest, 0, NULL, err);
-  if (!status && early.action != OPTIONS_HELP && early.action != OPTIONS_VERSION) status = check_together(options, early.action, err);
+  if (!status && early.action != OPTIONS_HELP && early.action != OPTIONS_VERSION) status = check_together(options, set, early.action, err);
   if (status) option_set_fini(set);
   else *action = early.action;
   return status;

@@ -110,6 +110,9 @@ static void test_argument_refusals(void **state)
   refuse_args(&f, LOAD(&f, "stray"), "unexpected word 'stray'");
   refuse_args(&f, LOAD(&f, "--model", "m", "--ssl-certfile", "c"), "go together");
   refuse_args(&f, LOAD(&f, "--model", "m", "--max-num-seqs", "512", "--max-num-batched-tokens", "256"), "at least max-num-seqs");
+  refuse_args(&f, LOAD(&f, "--model", "m", "--metrics-require-key"), "needs an api-key");
+  refuse_args(&f, LOAD(&f, "--model", "m", "--grpc-port", "1", "--grpc-max-connections", "9", "--ssl-certfile", "c", "--ssl-keyfile", "k"),
+              "cannot be kept with TLS");
   setenv("SITS_PORT", "x", 1);
   refuse_args(&f, LOAD(&f, "--model", "m"), "environment: port takes an integer");
   unsetenv("SITS_PORT");
