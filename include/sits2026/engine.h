@@ -9,7 +9,7 @@
  *  3. A request's events leave through one single-producer single-consumer ring. The engine never waits for a consumer: a choice
  *     whose ring is full is left out of the following steps until there is room.
  *  4. After each step the engine calls on_events once, on its own thread, with the requests that have news. It must not block
- *     and must not call back into the engine except for sits_request_poll and sits_request_cancel.
+ *     and must not call back into the engine except for sits_request_poll, sits_request_user and sits_request_cancel.
  *  5. Every choice ends with exactly one event of kind SITS_EVENT_FINISH, whatever happened; after the last choice's finish event
  *     the request is done. Cancelling is idempotent and may be called from any thread until release.
  *  6. The same prompt, sampling parameters and seed give the same tokens, whatever else is in the batch.

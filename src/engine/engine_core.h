@@ -2,7 +2,7 @@
  * Requests go through include/sits2026/engine.h; engine/instance.h opens a whole model and ends here.
  *
  * Threads: engine_create .. engine_start and engine_stop .. engine_destroy on one owner thread. After engine_start one engine thread
- * turns the loop and is the only one to call the backend; sits_engine_submit, sits_request_*, engine_stats, engine_health and
+ * turns the loop and is the only one to call the backend; sits_engine_submit, sits_request_*, engine_stats, engine_state and
  * engine_heartbeat_us may be called from any thread and never wait for a step.
  *
  * States of the engine: CREATED --engine_start--> RUNNING --engine_drain--> DRAINING --engine_stop--> STOPPED
