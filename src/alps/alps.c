@@ -243,7 +243,6 @@ static void control(struct alps *alps, const struct alps_plan *plan, int64_t ste
   bool has_prompt = plan->work.n_prompt_tokens > 0, is_over = alps_window_over(&alps->window) > 0.01;
   if (has_prompt && step_us > target) alps->margin = fmax(MARGIN_LEAST, alps->margin - MARGIN_STEP);
   else if (has_prompt && !is_over) alps->margin = fmin(MARGIN_MOST, alps->margin + MARGIN_STEP / 200);
-  if (!has_prompt) alps->decode_us += 0.1 * ((double)step_us - alps->decode_us);
   if (++alps->reports_since_control < CONTROL_EVERY) return;
   alps->reports_since_control = 0;
   if (is_over && alps->decode_us > (double)target) alps->sequence_cap = fmax(1, fmin(alps->sequence_cap, alps->n_running) * 0.97);
@@ -254,6 +253,9 @@ void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_u
 {
   alps_cost_observe(&alps->cost, &plan->work, (double)step_us);
   alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);
+  if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
+    alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * ((double)step_us - alps->decode_us);
+  }
   if (alps->options.itl_target_us > 0 && plan->n_decode > 0) control(alps, plan, step_us);
 }
 

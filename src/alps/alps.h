@@ -47,7 +47,7 @@ struct alps_options {
   int32_t chunk_tokens;        /* ALPS_CHUNKED: T of a step; 0 = 2048 */
   int32_t page_tokens;         /* P */
   int32_t n_pages;             /* N */
-  int64_t itl_target_us;       /* 0 = no target */
+  int64_t itl_target_us;       /* 0 = none set: steps with decodes keep to about 100 ms */
   int32_t class_weight[ALPS_CLASSES]; /* all 0 = 64, 8, 1 */
   struct alps_cost_coefficients prior; /* all 0 = learn from nothing */
 };

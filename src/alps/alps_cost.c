@@ -9,6 +9,8 @@ enum { COST_SETTLED = 16 }; /* observations before outliers are clipped */
 
 static const double NOISE_SHARE = 0.08;   /* standard deviation of a measurement, of its value */
 static const double WALK_SHARE = 0.004;   /* of a coefficient, per observation that involves it */
+static const double SURPRISE = 2.5;        /* standard deviations */
+static const double SURPRISE_FADE = 4;    /* what the covariance grows by */
 static const double LOST = 1;             /* mean relative error at which a filter begins anew */
 static const double PLAUSIBLE = 1.2;      /* filters whose error is so near the best's are asked too */
 static const double ERROR_RATE = 0.02;    /* of the moving average that ranks the filters */
@@ -121,6 +123,15 @@ static void widen(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], d
   }
 }
 
+/* One step far off is a hiccup; a second on the same side is a change. */
+static bool is_surprise(struct alps_cost_filter *f, double innovation, double variance)
+{
+  if (innovation * innovation < SURPRISE * SURPRISE * variance) f->surprises = 0;
+  else if (innovation > 0) f->surprises = f->surprises > 0 ? f->surprises + 1 : 1;
+  else f->surprises = f->surprises < 0 ? f->surprises - 1 : -1;
+  return f->surprises > 1 || f->surprises < -1;
+}
+
 static void update(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], double step_us, bool is_settled, bool has_prompt)
 {
   static const bool all[ALPS_COST_TERMS] = {true, true, true, true, true};
@@ -128,6 +139,12 @@ static void update(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], 
   /* The knees differ in steps with prompts only, so only those rank them; the error of the others still shows a filter that is lost. */
   double error = fmin(fabs(step_us - predict(f, x)) / step_us, 2 * LOST);
   f->error += (has_prompt ? ERROR_RATE : 0.1 * ERROR_RATE) * (error - f->error);
+  if (is_surprise(f, step_us - predict(f, x), s)) { /* the machine has changed: what was learned is worth less */
+    for (int i = 0; i < ALPS_COST_TERMS; i++) {
+      for (int j = 0; j < ALPS_COST_TERMS; j++) f->p[i][j] *= SURPRISE_FADE;
+    }
+    s = project(f, x, all, noise, px);
+  }
   correct(f, x, step_us, noise, is_settled);
   for (int i = 0; i < ALPS_COST_TERMS; i++) {
     for (int j = 0; j < ALPS_COST_TERMS; j++) f->p[i][j] -= px[i] * px[j] / s;

@@ -31,6 +31,7 @@ struct alps_cost_filter {
   double w[ALPS_COST_TERMS];                    /* coefficients, clipped at 0 */
   double p[ALPS_COST_TERMS][ALPS_COST_TERMS];   /* covariance */
   double error;                                 /* recent mean of |measured - predicted| / measured */
+  int32_t surprises;                            /* steps in a row that were far off on the same side, + slower, - faster */
 };
 
 struct alps_cost {

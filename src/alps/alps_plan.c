@@ -11,6 +11,8 @@ static const double PREFILL_FLOOR = 0.05;  /* share of the target that prefill m
 static const double DECODE_CEILING = 0.9;  /* share of the budget that decodes alone may take before admission stops */
 static const double QUIET_STEP = 4;        /* targets that a step with high-class prompts may take while nobody decodes */
 static const double DEFAULT_SLICE_US = 50000; /* a step where classes meet and there is no target */
+static const double SOFT_TARGET_US = 100000;  /* a step with decodes when there is no target: nobody waits for a whole prompt */
+static const double SOFT_TARGET_STEPS = 4;    /* or that many steps without prompts, where those are long themselves */
 static const double DECODE_EASY = 0.7;     /* below it admission does not ask the model */
 static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */
 
@@ -404,8 +406,8 @@ static void set_budget(struct planner *p)
   const struct alps_options *o = &alps->options;
   double target = (double)o->itl_target_us;
   bool meet = has_several_classes(alps);
-  if (o->policy != ALPS_BUDGET || (target == 0 && !meet)) return;
-  if (target == 0) target = DEFAULT_SLICE_US;
+  if (o->policy != ALPS_BUDGET || (target == 0 && !meet && p->plan->n_decode == 0)) return;
+  if (target == 0) target = fmax(meet ? DEFAULT_SLICE_US : SOFT_TARGET_US, SOFT_TARGET_STEPS * alps->decode_us);
   p->floor_us = PREFILL_FLOOR * target;
   p->budget_lower_us = target * alps->margin;
   if (p->plan->n_decode == 0 && p->busiest == 0) target *= QUIET_STEP; /* nobody's tokens are held up, and nobody comes before it */

@@ -47,7 +47,7 @@ const struct option_spec options_table[] = {
     INT("max-num-batched-tokens", max_num_batched_tokens, "2048", 64, 65536, "tokens", "Scheduling",
         "Most tokens in one step; also the largest prefill chunk."),
     FLT("itl-target-ms", itl_target_ms, "0", 0, 60000, "ms", "Scheduling",
-        "Inter-token latency that running streams keep while prompts are read; prefill chunks shrink to hold it. 0: no target."),
+        "Inter-token latency that running streams keep while prompts are read; prefill chunks shrink to hold it. 0: about 100 ms a step."),
     BOOL("enable-chunked-prefill", enable_chunked_prefill, "true", "Scheduling",
          "Read prompts in chunks beside running streams. Off: whole prompts, during which all streams wait; for comparison."),
     INT("speculative-tokens", speculative_tokens, "6", 0, 64, "tokens", "Scheduling",

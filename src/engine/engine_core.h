@@ -42,7 +42,7 @@ struct engine_options {
   int64_t max_waiting_tokens;    /* prompt tokens of waiting requests; 0 = no limit */
   bool prefix_caching;
   int32_t n_host_pages;          /* pages of host memory for swapped sequences, 0 = pre-emption by recompute only */
-  int64_t itl_target_us;         /* inter-token latency that running streams must keep, 0 = none */
+  int64_t itl_target_us;         /* inter-token latency that running streams must keep; 0 = none set: about 100 ms a step */
   int32_t spec_max_tokens;       /* longest draft verified at once, 0 = no speculation */
   int32_t spec_max_running;      /* speculate while fewer sequences than that run; 0 = 8 */
   bool overlap;                  /* submit returns before the batch is computed: the last step's tokens are delivered meanwhile */

@@ -198,6 +198,25 @@ static void test_prompt_rides_along(void **state)
   }
 }
 
+/* Without a target a long prompt is still read in steps of about a tenth of a second. */
+static void test_no_target_is_no_stall(void **state)
+{
+  struct alps_plan plan;
+  struct device *d = open_device(options_of(16, 0));
+  for (int i = 0; i < 4; i++) send(d, 200, 20000, 1, 0);
+  for (int i = 0; i < 100; i++) step(d, &plan);
+  int32_t id = send(d, 8000, 1, 1, 0);
+  d->largest_step_us = 0;
+  double started = d->now_us;
+  while (d->streams[id].is_used) step(d, &plan);
+  double alone = 8000 * d->token_us + 8000.0 * 4000 * d->depth_us / 1024;
+  print_message("longest step %.0f ms, read in %.0f ms, %.0f alone\n", d->largest_step_us * 1e-3, (d->now_us - started) * 1e-3,
+                alone * 1e-3);
+  assert_true(d->largest_step_us < 130000);
+  assert_true(d->now_us - started < 1.15 * alone);
+  close_device(d);
+}
+
 /* With chunking off the same prompt stalls everyone for its whole time. */
 static void test_whole_prompt_stalls(void **state)
 {
@@ -340,6 +359,31 @@ static void test_cost_model_learns(void **state)
   }
 }
 
+/* The machine becomes twice as slow from one step to the next: after a few steps the predictions fit again. One hiccup changes little. */
+static void test_cost_model_follows_the_machine(void **state)
+{
+  struct alps_cost cost;
+  struct alps_cost_coefficients none = {0};
+  uint64_t random = 5;
+  double later = 0;
+  alps_cost_init(&cost, &none);
+  for (int i = 0; i < 540; i++) {
+    random = random * 6364136223846793005u + 1442695040888963407u;
+    struct alps_cost_work work = {0};
+    for (int k = 0; k < 4; k++) alps_cost_add_decode(&work, 500);
+    alps_cost_add_chunk(&work, 20 + (int32_t)(random >> 33) % 30, (int32_t)(random >> 50) % 2000);
+    double us = 3000 + 300.0 * work.n_decode + 250.0 * work.n_prompt_tokens + 40 * work.prompt_depth / 1024;
+    us *= 0.97 + 0.06 * (double)(random >> 11) * 0x1p-53;
+    if (i >= 500) us *= 2;
+    double error = fabs(alps_cost_predict(&cost, &work) - us) / us;
+    if (i == 301) assert_true(error < 0.15); /* after the hiccup */
+    if (i >= 505) later += error / 35;
+    alps_cost_observe(&cost, &work, i == 300 ? us * 5 : us);
+  }
+  print_message("from the fifth step after the change on: %.1f %% off\n", later * 100);
+  assert_true(later < 0.08);
+}
+
 static bool int_before(const void *user, int32_t a, int32_t b)
 {
   const int32_t *keys = user;
@@ -434,8 +478,9 @@ static void test_planning_is_quick(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_cost_model_learns), cmocka_unit_test(test_heap_sorts), cmocka_unit_test(test_window),
-      cmocka_unit_test(test_prompt_rides_along), cmocka_unit_test(test_whole_prompt_stalls),
+      cmocka_unit_test(test_cost_model_learns), cmocka_unit_test(test_cost_model_follows_the_machine),
+      cmocka_unit_test(test_heap_sorts), cmocka_unit_test(test_window),
+      cmocka_unit_test(test_prompt_rides_along), cmocka_unit_test(test_no_target_is_no_stall), cmocka_unit_test(test_whole_prompt_stalls),
       cmocka_unit_test(test_tenants_get_equal_shares),
       cmocka_unit_test(test_high_class_keeps_its_latency), cmocka_unit_test(test_low_class_is_not_starved),
       cmocka_unit_test(test_priority_goes_first), cmocka_unit_test(test_planning_is_quick),
