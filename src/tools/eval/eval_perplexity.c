@@ -12,8 +12,9 @@
 #include "base/mem.h"
 #include "eval.h"
 
-/* One window; *nll is the sum over its second half. */
-static enum sits_status score_window(struct eval_session *s, int32_t *tokens, int32_t ctx, double *nll, struct sits_error *err)
+/* One window; *nll is the sum over its second half, *n_right how many of its tokens had the largest logit. */
+static enum sits_status score_window(struct eval_session *s, int32_t *tokens, int32_t ctx, double *nll, int64_t *n_right,
+                                     struct sits_error *err)
 {
   int32_t n_vocab = s->runner.model->config.n_vocab, first = ctx / 2, bos = tokenizer_bos(s->tokenizer), kept = tokens[0];
   double sum = 0;
@@ -30,7 +31,11 @@ static enum sits_status score_window(struct eval_session *s, int32_t *tokens, in
     status = eval_step(s, &piece, 1, &logits, err);
     for (int32_t i = skip; i < n && !status; i++) {
       const float *row = logits + (size_t)(i - skip) * (size_t)n_vocab;
-      sum += eval_logsumexp(row, n_vocab) - (double)row[tokens[at + i + 1]];
+      const float wanted = row[tokens[at + i + 1]];
+      bool is_right = true;
+      for (int32_t v = 0; v < n_vocab; v++) is_right &= row[v] <= wanted;
+      *n_right += is_right;
+      sum += eval_logsumexp(row, n_vocab) - (double)wanted;
     }
     at += n;
   }
@@ -40,7 +45,8 @@ static enum sits_status score_window(struct eval_session *s, int32_t *tokens, in
   return status;
 }
 
-static void print_result(const struct eval_options *options, const double *nll, int64_t n_windows, int64_t n_ids, double seconds)
+static void print_result(const struct eval_options *options, const double *nll, int64_t n_windows, int64_t n_right, int64_t n_ids,
+                         double seconds)
 {
   int64_t ctx = options->ctx, scored = ctx - 1 - ctx / 2;
   double sum = 0;
@@ -50,8 +56,10 @@ static void print_result(const struct eval_options *options, const double *nll, 
     json_array_append_new(list, json_real(nll[i] / (double)scored));
   }
   double perplexity = exp(sum / (double)(n_windows * scored)), rate = (double)(n_windows * (ctx - 1)) / seconds;
+  double accuracy = (double)n_right / (double)(n_windows * scored);
   if (options->json) {
-    json_t *result = json_pack("{sf sI sI sI sI sf sf so}", "perplexity", perplexity, "ctx", (json_int_t)ctx, "windows",
+    json_t *result = json_pack("{sf sf sI sI sI sI sf sf so}", "perplexity", perplexity, "accuracy", accuracy, "ctx", (json_int_t)ctx,
+                               "windows",
                                (json_int_t)n_windows, "ids", (json_int_t)n_ids, "scored", (json_int_t)(n_windows * scored), "seconds",
                                seconds, "tokens_per_s", rate, "window_nll", list);
     json_dumpf(result, stdout, JSON_REAL_PRECISION(10));
@@ -60,8 +68,9 @@ static void print_result(const struct eval_options *options, const double *nll, 
     return;
   }
   json_decref(list);
-  printf("perplexity %.4f over %" PRId64 " windows of %" PRId64 " tokens (%" PRId64 " predictions), %.1f s, %.0f tokens/s\n", perplexity,
-         n_windows, ctx, n_windows * scored, seconds, rate);
+  printf("perplexity %.4f, accuracy %.2f %% over %" PRId64 " windows of %" PRId64 " tokens (%" PRId64 " predictions), %.1f s, "
+         "%.0f tokens/s\n", perplexity, 100 * accuracy, n_windows, ctx,
+         n_windows * scored, seconds, rate);
 }
 
 enum sits_status eval_perplexity(const struct eval_options *options, struct sits_error *err)
@@ -81,9 +90,9 @@ enum sits_status eval_perplexity(const struct eval_options *options, struct sits
                              ctx);
   nll = mem_calloc((size_t)n_windows, sizeof *nll);
   if (!status && !nll) status = sits_fail(err, SITS_NOMEM, "out of memory");
-  int64_t start_us = clock_monotonic_us();
-  for (int64_t i = 0; i < n_windows && !status; i++) status = score_window(&s, ids.ids + i * ctx, ctx, &nll[i], err);
-  if (!status) print_result(options, nll, n_windows, ids.n, (double)(clock_monotonic_us() - start_us) * 1e-6);
+  int64_t start_us = clock_monotonic_us(), n_right = 0;
+  for (int64_t i = 0; i < n_windows && !status; i++) status = score_window(&s, ids.ids + i * ctx, ctx, &nll[i], &n_right, err);
+  if (!status) print_result(options, nll, n_windows, n_right, ids.n, (double)(clock_monotonic_us() - start_us) * 1e-6);
   mem_free(nll);
   token_list_fini(&ids);
   eval_session_close(&s);

@@ -1,0 +1,230 @@
+"""sits2026-compile: engine files compute what the models they were made from compute, to the bit where a recipe keeps the weights; equal
+input gives equal bytes; damage and wrong requests are refused by name; servers and tools take an engine file as any model."""
+import hashlib
+import json
+import subprocess
+
+import numpy as np
+import pytest
+
+from conftest import BIN, DATA, SMOL, Server
+
+STORIES = DATA / "models" / "stories260K"
+TEXT = DATA / "text" / "pride_and_prejudice.txt"
+
+needs_stories = pytest.mark.skipif(not STORIES.exists() or not TEXT.exists(), reason="shared test data absent")
+needs_smol = pytest.mark.skipif(not SMOL.exists() or not TEXT.exists(), reason="SmolLM2 or the shared test data is absent")
+
+
+def run(tool, *args):
+    return subprocess.run([str(BIN / f"sits2026-{tool}"), *map(str, args)], capture_output=True, text=True)
+
+
+def compile_model(model, out, *args):
+    done = run("compile", model, "-o", out, "--quiet", *args)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def logits(model, ids, tmp_path, *args):
+    out = tmp_path / "logits.bin"
+    done = run("eval", "forced", "--model", model, "--ids", json.dumps(ids), "--out", out, *args)
+    assert done.returncode == 0, done.stderr
+    return np.fromfile(out, dtype=np.float32).reshape(len(ids), -1)
+
+
+def perplexity(model, *args):
+    done = run("eval", "perplexity", "--model", model, "--json", *args)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+IDS = [1, 120, 5, 77, 301, 12, 12, 400, 9, 33, 250, 8]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """SmolLM2 in the recipes that need no calibration."""
+    if not SMOL.exists():
+        pytest.skip("SmolLM2 is absent")
+    folder = tmp_path_factory.mktemp("engine")
+    for recipe in ("w4a8", "w4a16", "w16a16"):
+        compile_model(SMOL, folder / f"{recipe}.bin", "--recipe", recipe)
+    return folder
+
+
+# ---- the same bits ----
+
+@needs_smol
+def test_kept_grid_gives_the_same_bits(files, tmp_path):
+    want = logits(SMOL, IDS, tmp_path)
+    assert np.array_equal(want.view(np.uint32), logits(files / "w4a8.bin", IDS, tmp_path).view(np.uint32))
+
+
+@needs_smol
+def test_four_bits_with_float_activations_are_the_float_model(files, tmp_path):
+    """w16a16 rounds the weights to f16, w4a16 keeps their grid: they differ by that rounding only, and the backend adds nothing to it."""
+    a, b = logits(files / "w4a16.bin", IDS, tmp_path), logits(files / "w16a16.bin", IDS, tmp_path)
+    eight = logits(SMOL, IDS, tmp_path)
+    assert 0 < np.abs(a - b).mean() < 0.02  # of logits of about 20
+    assert np.abs(eight - b).mean() > 3 * np.abs(a - b).mean()
+
+
+@needs_stories
+def test_hugging_face_directory(tmp_path):
+    """Floats of 16 bits and vectors travel; config, tokenizer and generation config too."""
+    model = STORIES / "hf"
+    compile_model(model, tmp_path / "s.bin", "--recipe", "w16a16")
+    want, got = logits(model, IDS, tmp_path), logits(tmp_path / "s.bin", IDS, tmp_path)
+    assert np.abs(want - got).max() < 0.02  # f32 weights became f16
+    text = "Once upon a time, there was a little dog."
+    (tmp_path / "t.txt").write_text(text)
+    ids = [run("eval", "tokenize", "--model", m, "--text", tmp_path / "t.txt").stdout for m in (model, tmp_path / "s.bin")]
+    assert ids[0] and ids[0] == ids[1]
+
+
+@needs_stories
+@pytest.mark.parametrize("recipe,most", [("w8a8", 0.004), ("w4a8", 0.2), ("w4a16", 0.2), ("w4a4", 0.4)])
+def test_float_source(recipe, most, tmp_path):
+    """A model of 260,000 parameters: what a recipe may cost is bounded, and more bits never cost more."""
+    compile_model(STORIES / "hf", tmp_path / "s.bin", "--recipe", recipe, "--calibration", TEXT, "--calibration-ctx", 256)
+    args = ("--text", TEXT, "--ctx", 256, "--windows", 8)
+    want, got = perplexity(STORIES / "hf", *args), perplexity(tmp_path / "s.bin", *args)
+    assert abs(got["perplexity"] / want["perplexity"] - 1) < most
+
+
+@needs_stories
+def test_gptq_beats_rounding_to_nearest(tmp_path):
+    recipe = "weights: int4\nweight-group: 0\nactivations: float\nhead-activations: float\n"
+    (tmp_path / "rtn.yaml").write_text(recipe)
+    (tmp_path / "gptq.yaml").write_text(recipe + "method: gptq\n")
+    found = {}
+    for name in ("rtn", "gptq"):
+        compile_model(STORIES / "hf", tmp_path / f"{name}.bin", "--recipe", tmp_path / f"{name}.yaml", "--calibration", TEXT,
+                      "--calibration-ctx", 512, "--calibration-windows", 16)
+        found[name] = perplexity(tmp_path / f"{name}.bin", "--text", TEXT, "--ctx", 256, "--windows", 16)["perplexity"]
+    assert found["gptq"] < found["rtn"]
+
+
+# ---- the file ----
+
+@needs_stories
+def test_equal_input_gives_equal_bytes(tmp_path):
+    """Also with calibration, and with another number of threads."""
+    digests = set()
+    for threads in (1, 2, 3):
+        compile_model(STORIES / "hf", tmp_path / "s.bin", "--recipe", "w4a4", "--calibration", TEXT, "--calibration-ctx", 256,
+                      "--threads", threads)
+        digests.add(hashlib.sha256((tmp_path / "s.bin").read_bytes()).hexdigest())
+    assert len(digests) == 1
+
+
+@needs_stories
+def test_damage_is_found_and_named(tmp_path):
+    path = tmp_path / "s.bin"
+    compile_model(STORIES / "hf", path, "--recipe", "w8a8")
+    good = bytearray(path.read_bytes())
+    header = json.loads(good[40:40 + int.from_bytes(good[16:24], "little")])
+    tensor = header["tensors"][3]
+
+    def refused(data, *texts):
+        path.write_bytes(data)
+        done = run("eval", "forced", "--model", path, "--ids", "[1]")
+        assert done.returncode == 1
+        for text in texts:
+            assert text in done.stderr, done.stderr
+
+    flipped = bytearray(good)
+    flipped[tensor["data"][0] + 7] ^= 16
+    refused(flipped, tensor["name"], "checksum")
+    flipped = bytearray(good)
+    flipped[header["blobs"][0]["data"][0] + 3] ^= 1
+    refused(flipped, header["blobs"][0]["name"], "checksum")
+    refused(good[:-4096], "truncated")
+    refused(good[:8] + (2).to_bytes(4, "little") + good[12:], "version 2")
+    refused(good[:12] + good[12:16][::-1] + good[16:], "byte order")
+
+
+@needs_stories
+def test_inspect(tmp_path):
+    compile_model(STORIES / "hf", tmp_path / "s.bin", "--recipe", "w4a4", "--calibration", TEXT, "--calibration-ctx", 256)
+    done = run("compile", "--inspect", tmp_path / "s.bin")
+    assert done.returncode == 0
+    for text in ('recipe: "w4a4"', 'origin: "hf"', "model.layers.0.self_attn.q_proj.weight", "groups of 32, minimums", "tokenizer.json",
+                 "checksums: good", "layer 0    qkv      int4, 16 channels in 8 bits"):
+        assert text in done.stdout
+    assert run("compile", "--inspect", TEXT).returncode == 1
+
+
+@needs_stories
+def test_report_holds_its_bound_at_eight_bits(tmp_path):
+    compile_model(STORIES / "hf", tmp_path / "s.bin", "--recipe", "w8a8", "--report", tmp_path / "report.json")
+    rows = json.loads((tmp_path / "report.json").read_text())["matrices"]
+    assert len(rows) == 5 * 7 + 1
+    for row in rows:
+        assert row["relative_error"] < 0.008 and not row["above_bound"], row
+
+
+@needs_smol
+def test_report_of_a_real_model_at_eight_bits(tmp_path):
+    compile_model(SMOL, tmp_path / "s.bin", "--recipe", "w8a8", "--report", tmp_path / "report.json")
+    rows = json.loads((tmp_path / "report.json").read_text())["matrices"]
+    assert len(rows) == 30 * 7 + 1
+    for row in rows:
+        assert row["relative_error"] < 0.008 and not row["above_bound"], row
+
+
+# ---- what is asked for ----
+
+@needs_stories
+@pytest.mark.parametrize("args,code,text", [
+    (["--recipe", "w5a5"], 2, "w5a5"),
+    (["--recipe", "w4a4"], 2, "--calibration"),
+    (["--target", "cuda-sm90"], 1, "cuda-sm90"),
+    (["--target", "tpu"], 2, "target"),
+    (["--kv-cache-compress", "fp4-sparse"], 1, "fp4-sparse"),
+    (["--kv-cache-compress", "int3"], 2, "int3"),
+    (["--calibration", "/nonexistent", "--recipe", "w4a4"], 1, "nonexistent"),
+])
+def test_refusals(args, code, text, tmp_path):
+    done = run("compile", STORIES / "hf", "-o", tmp_path / "s.bin", *args)
+    assert done.returncode == code and text in done.stderr, done.stderr
+    assert not (tmp_path / "s.bin").exists() and not (tmp_path / "s.bin.part").exists()
+
+
+@needs_stories
+def test_an_engine_file_is_no_source(tmp_path):
+    compile_model(STORIES / "hf", tmp_path / "s.bin")
+    done = run("compile", tmp_path / "s.bin", "-o", tmp_path / "t.bin")
+    assert done.returncode == 1 and "engine file already" in done.stderr
+
+
+# ---- serving ----
+
+@needs_smol
+def test_the_daemon_serves_an_engine_file(files, tmp_path):
+    """With the chat template and tokenizer from the file, and the answer of the source model."""
+    answers = []
+    for model in (SMOL, files / "w4a8.bin"):
+        server = Server(model, tmp_path / "log", "--served-model-name", "m")
+        try:
+            answers.append(chat(server))
+        finally:
+            assert server.stop() == 0
+    assert answers[0] and answers[0] == answers[1]
+
+
+def chat(server):
+    import urllib.request
+    body = {"model": "m", "messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 12, "temperature": 0}
+    request = urllib.request.Request(server.url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+
+@needs_smol
+def test_the_file_decides_the_cache_unless_told(tmp_path):
+    compile_model(SMOL, tmp_path / "kv.bin", "--kv-cache-compress", "int8")
+    own = logits(tmp_path / "kv.bin", IDS, tmp_path)
+    assert np.array_equal(own, logits(SMOL, IDS, tmp_path, "--kv-cache-dtype", "int8"))
+    assert np.array_equal(logits(tmp_path / "kv.bin", IDS, tmp_path, "--kv-cache-dtype", "f16"), logits(SMOL, IDS, tmp_path))
