@@ -25,6 +25,9 @@ static const struct option_spec specs[] = {
          "bits of another form (Q4_K) keep their form."),
     BOOL("clip", clip, "true", "Search each group's range for the least squared error instead of taking its extremes (4 bits only)."),
     ENUM("method", method, "rtn", "rtn|gptq", "How matrices that are rounded anew are rounded. gptq needs calibration text."),
+    ENUM("scaling", scaling, "auto", "auto|none|awq",
+         "Move scale from the inputs of matrices that are rounded anew into their columns, and back out of the norm or matrix before, so "
+         "that the columns that matter most are rounded finest. auto: where there is calibration text."),
     ENUM("head", head, "keep", "keep|f16|int8", "Embedding and head. keep: as they come, float ones as f16."),
     ENUM("activations", activations, "int8", "float|int8|int4", "Inputs of the layers' matrix products."),
     ENUM("down-activations", down_activations, "same", "same|float|int8|int4", "Input of down_proj, the hardest to round."),

@@ -18,6 +18,7 @@ struct quant_recipe {
   bool keep_grid;
   bool clip;
   const char *method;                /* rtn|gptq */
+  const char *scaling;               /* auto|none|awq */
   const char *head;                  /* keep|f16|int8: of embedding and head */
   const char *activations;           /* float|int8|int4 */
   const char *down_activations;      /* same|float|int8|int4 */

@@ -159,14 +159,24 @@ static enum sits_status bad_value(const struct sits_utd *source, const char *wha
   return sits_fail_param(err, SITS_FORMAT, source->name, "tensor '%s': %s", source->name, what);
 }
 
-static enum sits_status convert_float(const struct sits_utd *source, float *row, struct quant_tensor *out, struct sits_error *err)
+/* A row of the matrix that is to be rounded. */
+static void load_row(const struct sits_utd *source, const struct quant_spec *spec, int64_t r, float *row)
+{
+  dequant_tensor_row(source, r, row);
+  const float factor = spec->row_scale ? spec->row_scale[r] : 1.0F;
+  if (!spec->column_scale && !spec->row_scale) return;
+  for (int64_t i = 0; i < source->dims[1]; i++) row[i] *= factor * (spec->column_scale ? spec->column_scale[i] : 1.0F);
+}
+
+static enum sits_status convert_float(const struct sits_utd *source, const struct quant_spec *spec, float *row, struct quant_tensor *out,
+                                      struct sits_error *err)
 {
   double error = 0;
   if (!allocate(out, source, SITS_DTYPE_F16, 0, false)) return no_memory(source->name, err);
   const int64_t n = source->dims[1];
   uint16_t *to = out->data;
   for (int64_t r = 0; r < source->dims[0]; r++, to += n) {
-    dequant_tensor_row(source, r, row);
+    load_row(source, spec, r, row);
     out->norm += sum_squares(row, n);
     for (int64_t i = 0; i < n; i++) {
       to[i] = float_to_half(row[i]);
@@ -210,7 +220,7 @@ static enum sits_status convert_integer(const struct sits_utd *source, const str
   bool is_finite = true;
   enum sits_status status = q && grids && kept ? SITS_OK : no_memory(source->name, err);
   for (int64_t r = 0; r < source->dims[0] && !status; r++) {
-    dequant_tensor_row(source, r, row);
+    load_row(source, spec, r, row);
     for (int64_t i = 0; i < n; i++) is_finite = is_finite && isfinite(row[i]);
     if (!is_finite) status = bad_value(source, "a value is not finite", err);
     if (status) break;
@@ -246,9 +256,14 @@ static enum sits_status convert_integer(const struct sits_utd *source, const str
 /* Does the source hold integers that are as good as the wanted ones already? */
 static bool is_on_grid(enum sits_dtype source, const struct quant_spec *spec)
 {
-  if (!spec->keep_grid) return false;
+  if (!spec->keep_grid || spec->column_scale || spec->row_scale) return false;
   if (spec->dtype == SITS_DTYPE_I8) return source == SITS_DTYPE_Q8_0;
   return spec->dtype == SITS_DTYPE_I4 && (source == SITS_DTYPE_Q4_0 || source == SITS_DTYPE_Q4_1 || source == SITS_DTYPE_Q4_K);
+}
+
+bool quant_keeps(const struct sits_utd *source, const struct quant_spec *spec)
+{
+  return spec->dtype == SITS_DTYPE_F16 || source->dims[1] % BLOCK != 0 || is_on_grid(source->dtype, spec);
 }
 
 static enum sits_status take_norm(const struct sits_utd *source, float *row, struct quant_tensor *out)
@@ -266,7 +281,7 @@ enum sits_status quant_convert(const struct sits_utd *source, const struct quant
                                struct quant_tensor *out, struct sits_error *err)
 {
   struct quant_spec fitting = *spec;
-  const bool is_half = source->dtype == SITS_DTYPE_F16 || source->dtype == SITS_DTYPE_BF16;
+  const bool is_half = (source->dtype == SITS_DTYPE_F16 || source->dtype == SITS_DTYPE_BF16) && !spec->column_scale && !spec->row_scale;
   enum sits_status status;
   *out = (struct quant_tensor){0};
   float *row = mem_calloc((size_t)source->dims[1], sizeof *row);
@@ -277,7 +292,7 @@ enum sits_status quant_convert(const struct sits_utd *source, const struct quant
     keep_bytes(source, out);
     status = take_norm(source, row, out);
   } else if (fitting.dtype == SITS_DTYPE_F16) {
-    status = convert_float(source, row, out, err);
+    status = convert_float(source, &fitting, row, out, err);
   } else if (is_on_grid(source->dtype, &fitting)) {
     if (source->dtype == SITS_DTYPE_Q4_K) keep_bytes(source, out);
     status = source->dtype == SITS_DTYPE_Q4_K ? SITS_OK : keep_grid(source, out, err);

@@ -18,6 +18,7 @@ struct quant_spec {
   enum sits_dtype dtype;             /* F16, I8, I4 */
   int32_t group;                     /* 0: per channel */
   bool has_minimum, keep_grid, clip;
+  const float *column_scale, *row_scale; /* [K] [rows] the source's values are multiplied by them first; NULL: by 1 */
 };
 
 struct quant_hessian;                /* quant_gptq.h */
@@ -33,6 +34,8 @@ struct quant_tensor {
  * SITS_FORMAT for values that are not finite or do not fit f16 (naming the tensor), SITS_NOMEM. */
 enum sits_status quant_convert(const struct sits_utd *source, const struct quant_spec *spec, const struct quant_hessian *hessian,
                                struct quant_tensor *out, struct sits_error *err) SITS_MUST_CHECK;
+/* True when quant_convert would not round this matrix to a new grid of integers. */
+bool quant_keeps(const struct sits_utd *source, const struct quant_spec *spec);
 void quant_tensor_fini(struct quant_tensor *tensor);
 
 /* One group: step and minimum (0 when symmetric) as they will be stored, for n values; bits 4 or 8. weight: importance of each value,

@@ -46,6 +46,20 @@ enum sits_status compile_calibrate(const struct compile_options *options, const 
                                    struct compile_stats *out, struct sits_error *err) SITS_MUST_CHECK;
 void compile_stats_fini(struct compile_stats *stats);
 
+/* AWQ (arXiv:2306.00978): a factor for each input channel of a site, by which its matrices' columns are multiplied and what makes the input
+ * (a norm's gain, rows of v or up) is divided. column: [n_sites + 1][width], NULL where a site stays as it is. */
+struct compile_scales { int32_t n_sites; float **column; int32_t n_scaled; };
+enum sits_status compile_scales_make(const struct quant_recipe *recipe, const struct model *model, struct compile_stats *stats,
+                                     struct compile_scales *out, struct sits_error *err) SITS_MUST_CHECK;
+void compile_scales_fini(struct compile_scales *scales);
+/* Factors for the rows of a matrix that makes a scaled site's input; NULL when it makes none. Caller frees with mem_free. *failed: no
+ * memory. */
+float *compile_row_scale(const struct model *model, const struct compile_scales *scales, const struct sits_utd *w, bool *failed);
+
+/* How the recipe rounds a matrix, scales aside, and how a site's input. */
+struct quant_spec compile_spec(const struct quant_recipe *recipe, const struct sits_utd *source, bool is_outer);
+enum act_kind compile_site_kind(const struct quant_recipe *recipe, const struct model *model, int32_t site);
+
 /* What one site reads: its activation format after recipe and statistics. outliers are allocated into out (mem_free). */
 enum sits_status compile_site_act(const struct quant_recipe *recipe, const struct model *model, int32_t site,
                                   const struct compile_stats *stats, struct act_format *out, struct sits_error *err) SITS_MUST_CHECK;

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/mem.h"
 #include "compile.h"
+#include "tensor/dequant.h"
 #include "tensor/gguf.h"
 
 struct compilation {
@@ -17,6 +18,9 @@ struct compilation {
   struct quant_recipe recipe;
   struct model *model;
   struct compile_stats stats;        /* energies; empty when the recipe needs none */
+  struct compile_scales scales;      /* column NULL: none */
+  float **gains;                     /* [n_gains] of norms that were divided by scales; owned */
+  int64_t n_gains;
   struct compile_matrix *matrices;   /* [n_matrices] in the order of the source */
   int64_t n_matrices;
   struct act_format *acts;           /* [sites + 1] outliers owned */
@@ -52,7 +56,7 @@ static enum act_kind kind_named(const char *name)
   return is_text(name, "int4") ? ACT_INT4 : is_text(name, "int8") ? ACT_INT8 : ACT_FLOAT;
 }
 
-static enum act_kind site_kind(const struct quant_recipe *r, const struct model *model, int32_t site)
+enum act_kind compile_site_kind(const struct quant_recipe *r, const struct model *model, int32_t site)
 {
   if (site == COMPILE_HEAD_SITE(model)) return kind_named(r->head_activations);
   const int32_t layer = site / MODEL_SITES;
@@ -65,7 +69,7 @@ static enum act_kind site_kind(const struct quant_recipe *r, const struct model 
 static bool needs_energies(const struct quant_recipe *r, const struct model *model)
 {
   for (int32_t i = 0; i < COMPILE_HEAD_SITE(model); i++)
-    if (site_kind(r, model, i) == ACT_INT4 && r->outliers > 0) return true;
+    if (compile_site_kind(r, model, i) == ACT_INT4 && r->outliers > 0) return true;
   return false;
 }
 
@@ -87,7 +91,7 @@ enum sits_status compile_site_act(const struct quant_recipe *recipe, const struc
                                   struct act_format *out, struct sits_error *err)
 {
   const int32_t width = compile_site_width(model, site);
-  *out = (struct act_format){.kind = site_kind(recipe, model, site)};
+  *out = (struct act_format){.kind = compile_site_kind(recipe, model, site)};
   const int64_t most = width / 4, n = recipe->outliers < most ? recipe->outliers : most;
   if (out->kind != ACT_INT4 || n == 0) return SITS_OK;
   struct ranked *ranked = mem_calloc((size_t)width, sizeof *ranked);
@@ -148,15 +152,14 @@ static bool is_vector_of(const struct model *m, const struct sits_utd *w)
   return false;
 }
 
-static struct quant_spec spec_of(const struct quant_recipe *r, const struct compile_matrix *m)
+struct quant_spec compile_spec(const struct quant_recipe *r, const struct sits_utd *source, bool is_outer)
 {
-  const enum sits_dtype source = m->source->dtype;
   struct quant_spec spec = {.dtype = is_text(r->weights, "int4") ? SITS_DTYPE_I4 : is_text(r->weights,
                                                                                            "int8") ? SITS_DTYPE_I8 : SITS_DTYPE_F16,
                             .group = (int32_t)r->weight_group, .has_minimum = r->weight_minimum, .keep_grid = r->keep_grid,
                             .clip = r->clip};
-  if (!m->is_outer) return spec;
-  const bool is_float = source == SITS_DTYPE_F32 || source == SITS_DTYPE_F16 || source == SITS_DTYPE_BF16;
+  if (!is_outer) return spec;
+  const bool is_float = source->dtype == SITS_DTYPE_F32 || source->dtype == SITS_DTYPE_F16 || source->dtype == SITS_DTYPE_BF16;
   const bool is_half = is_text(r->head, "f16") || (is_text(r->head, "keep") && is_float);
   return (struct quant_spec){.dtype = is_half ? SITS_DTYPE_F16 : SITS_DTYPE_I8, .group = 32, .keep_grid = true};
 }
@@ -181,12 +184,18 @@ static void settle_act(struct compilation *c, const struct compile_matrix *m)
 static enum sits_status make_matrix(struct compilation *c, struct compile_matrix *m, const struct quant_hessian *hessian,
                                     struct sits_error *err)
 {
-  const struct quant_spec spec = spec_of(&c->recipe, m);
+  struct quant_spec spec = compile_spec(&c->recipe, m->source, m->is_outer);
   if (passes(&c->recipe, m)) {
     m->made = (struct quant_tensor){.utd = *m->source, .is_kept = true};
     return SITS_OK;
   }
+  bool has_failed = false;
+  float *row_scale = c->scales.column ? compile_row_scale(c->model, &c->scales, m->source, &has_failed) : NULL;
+  if (has_failed) return sits_fail(err, SITS_NOMEM, "out of memory");
+  spec.row_scale = row_scale;
+  spec.column_scale = c->scales.column && m->site >= 0 ? c->scales.column[m->site] : NULL;
   const enum sits_status status = quant_convert(m->source, &spec, hessian, &m->made, err);
+  mem_free(row_scale);
   if (!status) settle_act(c, m);
   return status;
 }
@@ -221,6 +230,17 @@ static enum sits_status make_range(struct compilation *c, const struct compile_s
   return status;
 }
 
+/* Hessians of the inputs as they will be: divided by the sites' scales. */
+static void scale_hessians(const struct compilation *c, struct compile_stats *stats, int32_t first, int32_t last)
+{
+  for (int32_t site = first; site < last; site++) {
+    const float *scale = c->scales.column ? c->scales.column[site] : NULL;
+    const int64_t width = compile_site_width(c->model, site);
+    for (int64_t i = 0; scale && stats->hessian[site] && i < width; i++)
+      for (int64_t j = i; j < width; j++) stats->hessian[site][i * width + j] /= scale[i] * scale[j];
+  }
+}
+
 /* GPTQ: as many sites at a time as their Hessians fit the memory; the text runs once for each such part. */
 static enum sits_status make_by_gptq(struct compilation *c, struct sits_error *err)
 {
@@ -236,6 +256,7 @@ static enum sits_status make_by_gptq(struct compilation *c, struct sits_error *e
     struct compile_stats stats;
     status = compile_calibrate(c->options, c->model, first, last, &stats, err);
     if (status) break;
+    scale_hessians(c, &stats, first, last);
     status = make_range(c, &stats, first, last, err);
     compile_stats_fini(&stats);
   }
@@ -288,10 +309,11 @@ static enum sits_status make_meta(struct compilation *c, struct sits_error *err)
   const struct compile_options *o = c->options;
   json_t *sites = json_array();
   for (int32_t i = 0; i <= COMPILE_HEAD_SITE(c->model); i++) json_array_append_new(sites, site_row(c, i));
-  c->meta = json_pack("{ss ss ss ss ss sf so}", "model", c->model->config.name, "origin",
+  c->meta = json_pack("{ss ss ss ss ss sf si so}", "model", c->model->config.name, "origin",
                       source_kind(c->model->source) == SOURCE_GGUF ? "gguf" : "hf", "recipe", c->recipe.name, "target", o->target,
                       "kv_cache",
-                      o->kv_cache_compress, "share_4x4", share_4x4(c), "sites", sites);
+                      o->kv_cache_compress, "share_4x4", share_4x4(c), "scaled_inputs", c->scales.n_scaled, "sites",
+                      sites);
   return c->meta ? SITS_OK : sits_fail(err, SITS_NOMEM, "out of memory");
 }
 
@@ -333,7 +355,33 @@ static enum sits_status add_blobs(struct compilation *c, struct sits_error *err)
   return status;
 }
 
-/* Tensors in the source's order, matrices as they were made, vectors as they are. */
+/* The norm whose output is a scaled site: its gain divided by the scales, as f32; NULL: the tensor stays as it is. */
+static enum sits_status divide_gain(struct compilation *c, const struct sits_utd *source, struct sits_utd *out, struct sits_error *err)
+{
+  const float *scale = NULL;
+  for (int32_t i = 0; i < c->model->config.n_layers && c->scales.column; i++) {
+    if (source == c->model->layers[i].attn_norm) scale = c->scales.column[i * MODEL_SITES + MODEL_SITE_QKV];
+    if (source == c->model->layers[i].ffn_norm) scale = c->scales.column[i * MODEL_SITES + MODEL_SITE_GATE_UP];
+  }
+  *out = *source;
+  if (!scale) return SITS_OK;
+  const int64_t n = source->dims[0];
+  float *gain = mem_calloc((size_t)n, sizeof *gain), **gains = mem_realloc(c->gains, (size_t)(c->n_gains + 1) * sizeof *gains);
+  if (gains) c->gains = gains;
+  if (!gain || !gains) {
+    mem_free(gain);
+    return sits_fail(err, SITS_NOMEM, "out of memory");
+  }
+  c->gains[c->n_gains++] = gain;
+  dequant_row(source->dtype, source->data, n, gain);
+  for (int64_t i = 0; i < n; i++) gain[i] /= scale[i];
+  out->dtype = SITS_DTYPE_F32;
+  out->data = gain;
+  out->n_bytes = (size_t)n * sizeof *gain;
+  return SITS_OK;
+}
+
+/* Tensors in the source's order, matrices as they were made, vectors as they are but for the gains before scaled sites. */
 static enum sits_status add_tensors(struct compilation *c, struct sits_error *err)
 {
   int64_t at = 0;
@@ -341,7 +389,10 @@ static enum sits_status add_tensors(struct compilation *c, struct sits_error *er
     const struct sits_utd *source = source_tensor_at(c->model->source, i);
     const bool is_matrix = at < c->n_matrices && c->matrices[at].source == source;
     if (!is_matrix && !is_vector_of(c->model, source)) continue; /* takes no part: a stored copy of a tied head, old buffers */
-    const enum sits_status status = engine_writer_add_tensor(c->writer, is_matrix ? &c->matrices[at].made.utd : source);
+    struct sits_utd vector;
+    enum sits_status status = is_matrix ? SITS_OK : divide_gain(c, source, &vector, err);
+    if (status) return status;
+    status = engine_writer_add_tensor(c->writer, is_matrix ? &c->matrices[at].made.utd : &vector);
     if (status) return sits_fail_param(err, status, source->name, "tensor '%s' cannot be written", source->name);
     at += is_matrix;
   }
@@ -367,10 +418,10 @@ static void print_summary(const struct compilation *c, int64_t start_us)
     n_bytes += u->n_bytes + (uint64_t)engine_file_n_groups(u) * (u->minimums ? 4 : 2);
   }
   getrusage(RUSAGE_SELF, &usage);
-  printf("%s: recipe %s, %.1f MB of weights, %.1f %% of the layers' multiply-adds 4x4 bits, %.1f s, peak memory %.0f MB\n",
-         c->options->output,
-         c->recipe.name, (double)n_bytes * 1e-6, 100 * share_4x4(c), (double)(clock_monotonic_us() - start_us) * 1e-6,
-         (double)usage.ru_maxrss / 1024);
+  printf("%s: recipe %s, %.1f MB of weights, %.1f %% of the layers' multiply-adds 4x4 bits, %d inputs scaled, %.1f s, "
+         "peak memory %.0f MB\n",
+         c->options->output, c->recipe.name, (double)n_bytes * 1e-6, 100 * share_4x4(c), c->scales.n_scaled,
+         (double)(clock_monotonic_us() - start_us) * 1e-6, (double)usage.ru_maxrss / 1024);
 }
 
 static void compilation_fini(struct compilation *c)
@@ -380,12 +431,27 @@ static void compilation_fini(struct compilation *c)
   for (int32_t i = 0; c->acts && i <= COMPILE_HEAD_SITE(c->model); i++) mem_free((void *)c->acts[i].outliers);
   mem_free(c->acts);
   compile_stats_fini(&c->stats);
+  compile_scales_fini(&c->scales);
+  for (int64_t i = 0; i < c->n_gains; i++) mem_free(c->gains[i]);
+  mem_free(c->gains);
   engine_writer_destroy(c->writer);
   for (int i = 0; i < c->n_blobs; i++) buf_fini(&c->blobs[i]);
   mem_free(c->blobs);
   json_decref(c->meta);
   if (c->model) model_close(c->model);
   quant_recipe_fini(&c->recipe);
+}
+
+/* awq asks for it; auto where there is text and a matrix to gain from it. */
+static bool wants_scaling(const struct compilation *c)
+{
+  if (is_text(c->recipe.scaling, "none") || is_text(c->recipe.weights, "f16") || !c->model) return false;
+  if (is_text(c->recipe.scaling, "awq")) return true;
+  for (int32_t i = 0; i < c->model->config.n_layers && c->options->calibration; i++) {
+    const struct quant_spec spec = compile_spec(&c->recipe, c->model->layers[i].wq, false);
+    if (!quant_keeps(c->model->layers[i].wq, &spec)) return true;
+  }
+  return false;
 }
 
 enum sits_status compile_run(const struct compile_options *options, struct sits_error *err)
@@ -398,7 +464,9 @@ enum sits_status compile_run(const struct compile_options *options, struct sits_
   if (!status && source_engine(c.model->source))
     status = sits_fail_param(err, SITS_UNSUPPORTED, "model", "%.150s is an engine file already: compile from its source", options->model);
   if (!status) status = check_target(options, c.model, err);
-  if (!status && needs_energies(&c.recipe, c.model)) status = compile_calibrate(options, c.model, 0, 0, &c.stats, err);
+  const bool scales = wants_scaling(&c);
+  if (!status && (needs_energies(&c.recipe, c.model) || scales)) status = compile_calibrate(options, c.model, 0, 0, &c.stats, err);
+  if (!status && scales) status = compile_scales_make(&c.recipe, c.model, &c.stats, &c.scales, err);
   if (!status) status = make_acts(&c, err);
   if (!status) status = list_matrices(&c, err);
   if (!status) status = make_matrices(&c, err);

@@ -15,7 +15,7 @@
 struct eval_options {
   const char *model, *text, *ids, *prompts, *out;
   const char *device, *isa, *kv_cache_dtype;
-  int64_t threads, ctx, windows, batch_tokens, top, max_tokens;
+  int64_t threads, ctx, windows, skip_windows, batch_tokens, top, max_tokens;
   bool json, unfused, add_special, parse_special, ignore_eos;
 };
 

@@ -83,15 +83,15 @@ enum sits_status eval_perplexity(const struct eval_options *options, struct sits
   enum sits_status status = eval_session_open(&s, options, 1, ctx, (int32_t)max_rows, err);
   if (status) return status;
   status = eval_encode_file(s.tokenizer, options, &ids, err);
-  int64_t n_windows = ids.n / ctx;
+  int64_t n_windows = ids.n / ctx - options->skip_windows;
   if (options->windows > 0 && options->windows < n_windows) n_windows = options->windows;
-  if (!status && n_windows == 0)
-    status = sits_fail_param(err, SITS_INVALID_ARGUMENT, "text", "the text has %" PRId64 " tokens, fewer than the window's %d", ids.n,
-                             ctx);
-  nll = mem_calloc((size_t)n_windows, sizeof *nll);
+  if (!status && n_windows <= 0)
+    status = sits_fail_param(err, SITS_INVALID_ARGUMENT, "text", "the text's %" PRId64 " tokens hold no window of %d there", ids.n, ctx);
+  nll = mem_calloc(n_windows > 0 ? (size_t)n_windows : 0, sizeof *nll);
   if (!status && !nll) status = sits_fail(err, SITS_NOMEM, "out of memory");
   int64_t start_us = clock_monotonic_us(), n_right = 0;
-  for (int64_t i = 0; i < n_windows && !status; i++) status = score_window(&s, ids.ids + i * ctx, ctx, &nll[i], &n_right, err);
+  for (int64_t i = 0; i < n_windows && !status; i++) status = score_window(&s, ids.ids + (options->skip_windows + i) * ctx, ctx, &nll[i],
+                                                                           &n_right, err);
   if (!status) print_result(options, nll, n_windows, n_right, ids.n, (double)(clock_monotonic_us() - start_us) * 1e-6);
   mem_free(nll);
   token_list_fini(&ids);

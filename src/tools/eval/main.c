@@ -20,6 +20,7 @@ static const struct option_spec specs[] = {
     STR("out", out, "File for raw results: float32 logits [position][vocabulary] (forced), int32 ids (tokenize)."),
     INT("ctx", ctx, "512", 4, 1 << 24, "tokens", "Window (perplexity)."),
     INT("windows", windows, "0", 0, 1e9, "windows", "Windows to score; 0: all whole ones (perplexity)."),
+    INT("skip-windows", skip_windows, "0", 0, 1e9, "windows", "Windows to leave out at the text's start (perplexity)."),
     INT("top", top, "8", 1, 64, "ids", "Best ids to print at each position (forced)."),
     INT("max-tokens", max_tokens, "128", 1, 1 << 20, "tokens", "Longest continuation (greedy)."),
     INT("batch-tokens", batch_tokens, "512", 1, 65536, "tokens", "Most tokens in one step."),
