@@ -29,7 +29,7 @@
 
 struct rpc_connection { int fd; ino_t inode; };
 
-enum sits_status rpc_accept_listen(struct rpc_server *server, struct sits_error *err)
+static enum sits_status listen_on(struct rpc_server *server, struct sits_error *err)
 {
   const char *host = server->options.host;
   char service[16];
@@ -140,11 +140,16 @@ static void *accept_main(void *argument)
   return NULL;
 }
 
-enum sits_status rpc_accept_start(struct rpc_server *server, struct sits_error *err)
+enum sits_status rpc_accept_prepare(struct rpc_server *server, struct sits_error *err)
 {
   server->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   server->connections = mem_calloc((size_t)server->options.max_connections, sizeof *server->connections);
   if (server->wake_fd < 0 || !server->connections) return sits_fail(err, SITS_NOMEM, "no memory or descriptor for the gRPC acceptor");
+  return server->options.ssl_certfile ? SITS_OK : listen_on(server, err);
+}
+
+enum sits_status rpc_accept_start(struct rpc_server *server, struct sits_error *err)
+{
   int failed = pthread_create(&server->acceptor, NULL, accept_main, server);
   if (failed) return sits_fail(err, SITS_INTERNAL, "the gRPC acceptor could not be started: %s", strerror(failed));
   server->has_acceptor = true;

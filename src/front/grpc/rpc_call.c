@@ -39,7 +39,7 @@ static void dispose(struct rpc *rpc)
 {
   grpc_metadata_array_destroy(&rpc->metadata);
   grpc_call_details_destroy(&rpc->details);
-  if (rpc->payload) grpc_byte_buffer_destroy(rpc->payload);
+  rpc_drop_payload(rpc);
   if (rpc->received) grpc_byte_buffer_destroy(rpc->received);
   if (rpc->writing) grpc_byte_buffer_destroy(rpc->writing);
   if (rpc->call) grpc_call_unref(rpc->call);

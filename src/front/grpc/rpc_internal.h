@@ -53,6 +53,7 @@ struct rpc {
   grpc_call_details details;           /* [queue] of unknown methods */
   grpc_metadata_array metadata;        /* [queue] the client's; its slices live as long as the call */
   grpc_byte_buffer *payload;           /* [queue] then [worker] */
+  int64_t n_payload_bytes;             /* [queue] then [worker] counted in the server's budget */
   gpr_timespec deadline;               /* [queue] the library enforces it */
   int is_cancelled;                    /* [queue] written by the library before the close tag */
   char id[68];                         /* [init] x-request-id */
@@ -102,6 +103,7 @@ struct rpc_server {
   bool is_started, is_quiesced;        /* [owner] */
   struct rpc_tag shutdown_tag;         /* [init] */
   _Atomic uint64_t next_number;        /* [atomic] */
+  _Atomic int64_t payload_bytes;       /* [atomic] of requests that wait for a worker */
 
   pthread_mutex_t mutex;
   pthread_cond_t change;               /* n_rpcs, n_endless or is_core_down changed */
@@ -166,9 +168,12 @@ bool rpc_work_push(struct rpc *rpc); /* false: the queue is full */
 void rpc_work_stop(struct rpc_server *server);
 /* Read the payload and run the method's answer. */
 void rpc_run(struct rpc *rpc);
+/* Free the payload and give its bytes back to the server's budget. */
+void rpc_drop_payload(struct rpc *rpc);
 
 /* rpc_accept.c */
-enum sits_status rpc_accept_listen(struct rpc_server *server, struct sits_error *err) SITS_MUST_CHECK;
+/* What the acceptor needs; and, without TLS, the listening socket. */
+enum sits_status rpc_accept_prepare(struct rpc_server *server, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status rpc_accept_start(struct rpc_server *server, struct sits_error *err) SITS_MUST_CHECK;
 void rpc_accept_wake(struct rpc_server *server);
 void rpc_accept_stop(struct rpc_server *server);

@@ -163,7 +163,7 @@ enum sits_status rpc_server_start(const struct rpc_options *options, struct api 
   metrics_set_methods(metrics, names, rpc_n_methods + 1);
   gpr_set_log_function(on_core_log);
   grpc_init();
-  enum sits_status status = options->ssl_certfile ? SITS_OK : rpc_accept_listen(server, err);
+  enum sits_status status = rpc_accept_prepare(server, err);
   if (!status) status = rpc_work_start(server, err);
   if (!status) {
     create_core(server);

@@ -5,6 +5,15 @@
 #include "front/grpc/rpc_internal.h"
 
 #define MAX_JOBS 8192
+#define MAX_PAYLOADS_BYTES (512 << 20) /* of all requests that wait for a worker, as for HTTP's bodies */
+
+void rpc_drop_payload(struct rpc *rpc)
+{
+  if (rpc->payload) grpc_byte_buffer_destroy(rpc->payload);
+  rpc->payload = NULL;
+  atomic_fetch_sub(&rpc->server->payload_bytes, rpc->n_payload_bytes);
+  rpc->n_payload_bytes = 0;
+}
 
 void rpc_run(struct rpc *rpc)
 {
@@ -13,8 +22,7 @@ void rpc_run(struct rpc *rpc)
   enum sits_status status = SITS_OK;
   if (rpc->method->request) {
     status = rpc_unpack(rpc->payload, rpc->method->request, &message, &err);
-    if (rpc->payload) grpc_byte_buffer_destroy(rpc->payload); /* megabytes that are needed no more */
-    rpc->payload = NULL;
+    rpc_drop_payload(rpc);
   }
   if (!status) status = rpc->method->answer(rpc, message, &err);
   if (message) protobuf_c_message_free_unpacked(message, &rpc_allocator);
@@ -57,8 +65,10 @@ enum sits_status rpc_work_start(struct rpc_server *server, struct sits_error *er
 bool rpc_work_push(struct rpc *rpc)
 {
   struct rpc_server *server = rpc->server;
+  rpc->n_payload_bytes = rpc->payload ? (int64_t)grpc_byte_buffer_length(rpc->payload) : 0;
+  int64_t before = atomic_fetch_add(&server->payload_bytes, rpc->n_payload_bytes);
   pthread_mutex_lock(&server->work_mutex);
-  bool has_room = server->n_jobs < MAX_JOBS && !server->is_work_stopping;
+  bool has_room = before + rpc->n_payload_bytes <= MAX_PAYLOADS_BYTES && server->n_jobs < MAX_JOBS && !server->is_work_stopping;
   if (has_room) {
     rpc_ref(rpc);
     rpc->next_job = NULL;
