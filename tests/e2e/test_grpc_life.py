@@ -404,24 +404,28 @@ def test_connections_over_the_cap_are_refused_and_the_rest_goes_on(begin):
 
 def test_sigterm_drains(begin):
     """Readiness turns red and is told to watchers, what runs ends well, new calls are refused."""
-    server = begin(SMOL, "--max-num-seqs", 16, "--max-model-len", 2048, "--served-model-name", "smol")
+    server = begin(SMOL, "--max-num-seqs", 16, "--max-model-len", 2048, "--shutdown-timeout-s", 60 * SLOW)
     with channel(server) as ch:
         stub = stubs.InferenceStub(ch)
         watch = health_pb2_grpc.HealthStub(ch).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == SERVING
         request = pb.GenerateRequest(prompt=["Once"], max_tokens=60, ignore_eos=True)
         streams = [stub.GenerateStream(request) for _ in range(8)]
-        whole = [stub.Generate.future(request) for _ in range(4)]
+        whole = [stub.Generate.future(request, timeout=60 * SLOW) for _ in range(4)]
         for stream in streams:
             next(stream)
         wait_for(lambda: server.metric("num_requests_running") == 12)
         server.process.send_signal(signal.SIGTERM)
         assert next(watch).status == NOT_SERVING
-        assert code(lambda: stub.Generate(request, timeout=20)) == "UNAVAILABLE"
+        for _ in range(20):
+            error = failure(lambda: stub.Generate(request, timeout=20))
+            assert error.code().name == "UNAVAILABLE" and dict(error.trailing_metadata())["sits-error-code"] == "unavailable"
+        with channel(server) as late:
+            assert code(lambda: stubs.InferenceStub(late).Generate(request, timeout=20)) == "UNAVAILABLE"
         for stream in streams:
             rest = list(stream)
             assert rest[-1].usage.completion_tokens == 60 and rest[-2].choices[0].finish_reason == "length"
-        assert all(call.result(timeout=60).usage.completion_tokens == 60 for call in whole)
+        assert all(call.result(timeout=60 * SLOW).usage.completion_tokens == 60 for call in whole)
         assert failure(lambda: watch).code() == grpc.StatusCode.UNAVAILABLE
     assert server.process.wait(20 * SLOW) == 0
 

@@ -1,5 +1,5 @@
-/* See rpc_server.h. Start, the completion queues' threads, and the stop in the order that the C core wants: no new calls, calls in flight
- * end, leftovers are told UNAVAILABLE, the shutdown tag, the queues, the server. */
+/* See rpc_server.h. Start, the completion queues' threads, and the stop: no new connections, calls in flight end, leftovers are told
+ * UNAVAILABLE, then in the order that the C core wants: its shutdown and the tag of that, the queues, the server. */
 #include "front/grpc/rpc_server.h"
 
 #include <errno.h>
@@ -212,7 +212,6 @@ void rpc_server_quiesce(struct rpc_server *server)
   atomic_store(&server->is_accept_stopping, true);
   rpc_accept_wake(server);
   if (server->has_acceptor) wait_for(server, has_no_listener, CORE_DOWN_US); /* no socket may be added to a server that shuts down */
-  grpc_server_shutdown_and_notify(server->core, server->queues[0].cq, &server->shutdown_tag);
 }
 
 bool rpc_server_wait_idle(struct rpc_server *server, int64_t timeout_us) { return !server || wait_for(server, has_no_work, timeout_us); }
@@ -229,6 +228,8 @@ static void end_all(struct rpc_server *server)
   pthread_mutex_unlock(&server->mutex);
 }
 
+/* The library is told last: a call that meets a library in shutdown is reset, which clients show as CANCELLED, while the api refuses it
+ * with UNAVAILABLE and a text. */
 static void stop_core(struct rpc_server *server)
 {
   rpc_server_quiesce(server);
@@ -237,6 +238,7 @@ static void stop_core(struct rpc_server *server)
   api_wait_idle(server->api, LAST_WORDS_US);
   end_all(server);
   wait_for(server, has_no_call, LAST_WORDS_US);
+  grpc_server_shutdown_and_notify(server->core, server->queues[0].cq, &server->shutdown_tag);
   grpc_server_cancel_all_calls(server->core);
   if (!wait_for(server, is_down, CORE_DOWN_US)) log_error("grpc", "%lld calls do not end", (long long)server->n_rpcs);
 }

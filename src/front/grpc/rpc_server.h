@@ -1,7 +1,7 @@
 /* The gRPC front end on gRPC's C core and protobuf-c: sits2026.v1.Inference, grpc.health.v1.Health, grpc.reflection.
  *
  * Life: rpc_server_start (listens at once; calls that need the model answer UNAVAILABLE until api_model_set) -> rpc_server_quiesce (health
- * NOT_SERVING, no new connections and calls) -> rpc_server_wait_idle -> rpc_server_stop. One owner thread. Signals must be blocked before
+ * NOT_SERVING, no new connections) -> rpc_server_wait_idle -> rpc_server_stop. One owner thread. Signals must be blocked before
  * the start, for the library's threads inherit the mask.
  *
  * Names begin with rpc_ because grpc_ is the library's. Threads: one per completion queue (all sending), workers (parsing, templates,
@@ -28,7 +28,8 @@ enum sits_status rpc_server_start(const struct rpc_options *options, struct api 
                                   struct rpc_server **out, struct sits_error *err) SITS_MUST_CHECK;
 int rpc_server_port(const struct rpc_server *server);
 
-/* Call after health_set(HEALTH_DRAINING): watchers are told, then connections and calls are refused. Calls in flight go on. */
+/* Call after health_set(HEALTH_DRAINING) and api_stop_admission: watchers are told, the listener closes (with TLS it is the library's and
+ * stays). Calls in flight go on; new ones on open connections are answered, generation by the api's UNAVAILABLE. */
 void rpc_server_quiesce(struct rpc_server *server);
 /* Wait until no call is being served, health watches and reflection streams aside; true: none is. */
 bool rpc_server_wait_idle(struct rpc_server *server, int64_t timeout_us);
