@@ -416,12 +416,33 @@ static void set_budget(struct planner *p)
   p->plan->budget_us = (int64_t)p->budget_us;
 }
 
+/* What a plan books before it is known whether it will run: time received and time saved up. */
+struct accounts { double pass[ALPS_CLASSES], credit_us[ALPS_CLASSES]; };
+
+static void save_accounts(const struct alps *alps, struct accounts *accounts)
+{
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    accounts->pass[c] = alps->classes[c].pass;
+    accounts->credit_us[c] = alps->classes[c].credit_us;
+  }
+}
+
+static void restore_accounts(struct alps *alps, const struct accounts *accounts)
+{
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    alps->classes[c].pass = accounts->pass[c];
+    alps->classes[c].credit_us = accounts->credit_us[c];
+  }
+}
+
 enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user, struct alps_plan *plan)
 {
   (void)now_us;
   *plan = (struct alps_plan){.items = alps->items, .victims = alps->victims};
   struct planner p = {.alps = alps, .plan = plan, .n_available = n_available, .tokens_left = alps->options.max_batch_tokens,
                       .rows_left = alps->options.max_rows};
+  struct accounts before;
+  save_accounts(alps, &before);
   gather_prefill(&p);
   limits(&p);
   bool has_pages = true;
@@ -439,6 +460,7 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
     int32_t victim = p.wants_victim ? choose_victim(alps, p.victim_above, -1) : choose_victim(alps, -1, best_running(alps));
     if (victim >= 0) {
       plan->victims[plan->n_victims++] = victim;
+      restore_accounts(alps, &before); /* the plan is dropped, and made again without the victim */
       return SITS_AGAIN;
     }
   }
