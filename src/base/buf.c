@@ -71,6 +71,13 @@ bool buf_printf(struct buf *buf, const char *format, ...)
   return ok;
 }
 
+void buf_truncate(struct buf *buf, size_t n_bytes)
+{
+  if (n_bytes >= buf->size) return;
+  buf->size = n_bytes;
+  buf->data[n_bytes] = '\0';
+}
+
 void buf_drop_front(struct buf *buf, size_t n_bytes)
 {
   if (n_bytes >= buf->size) {

@@ -22,6 +22,7 @@ bool buf_append_text(struct buf *buf, const char *text);
 bool buf_append_char(struct buf *buf, char c);
 bool buf_printf(struct buf *buf, const char *format, ...) __attribute__((format(printf, 2, 3)));
 bool buf_reserve(struct buf *buf, size_t n_more);          /* room for that many more bytes */
+void buf_truncate(struct buf *buf, size_t n_bytes);        /* keep the first n_bytes; `failed` stays */
 void buf_drop_front(struct buf *buf, size_t n_bytes);      /* remove bytes from the front */
 /* Append bytes as the inside of a JSON string (quotes not added). Invalid UTF-8 becomes U+FFFD, one per maximal subpart. */
 bool buf_append_json_escaped(struct buf *buf, const char *text, size_t n_bytes);
