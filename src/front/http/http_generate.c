@@ -90,7 +90,9 @@ static void sink_delta(void *context, const struct api_delta *delta)
   struct http_request *request = context;
   pthread_mutex_lock(&request->mutex);
   compact(request);
+  size_t n_whole = request->out.size;
   http_reply_delta(&request->reply, delta, &request->out);
+  if (request->out.failed) buf_truncate(&request->out, n_whole); /* no half event before the error that sink_done appends */
   if (delta->emitted_us && !request->oldest_us && request->is_stream) request->oldest_us = delta->emitted_us;
   bool has_failed = request->reply.has_failed || request->out.failed;
   pthread_mutex_unlock(&request->mutex);
