@@ -83,6 +83,8 @@ const struct option_spec options_table[] = {
         "Address for gRPC. Default: 127.0.0.1. Its library takes no hostile peers well: elsewhere put a proxy in front."),
     INT("grpc-max-connections", grpc_max_connections, "1024", 1, 1000000, "connections", "gRPC",
         "Open connections without TLS; each may carry 1024 calls. Beyond it new ones are closed at once."),
+    STR("grpc-client-cafile", grpc_client_cafile, "gRPC",
+        "PEM certificates of authorities: with TLS, gRPC clients must then show a certificate that one of them signed."),
 
     ENUM("log-level", log_level, "info", "debug|info|warn|error", "Logging", "Least severe lines that are written to stderr."),
 };
@@ -128,6 +130,8 @@ static enum sits_status check_together(struct options *options, const struct opt
   if (options->grpc_port && options->ssl_certfile && option_is_set(set, "grpc-max-connections"))
     return sits_fail_param(err, SITS_CONFIG, "grpc-max-connections",
                            "grpc-max-connections cannot be kept with TLS, where the gRPC library itself accepts");
+  if (options->grpc_client_cafile && (!options->ssl_certfile || !options->grpc_port))
+    return sits_fail_param(err, SITS_CONFIG, "grpc-client-cafile", "grpc-client-cafile needs grpc-port, ssl-certfile and ssl-keyfile");
   if (options->max_num_batched_tokens < options->max_num_seqs)
     return sits_fail_param(err, SITS_CONFIG, "max-num-batched-tokens", "max-num-batched-tokens (%lld) must be at least max-num-seqs (%lld)",
                            (long long)options->max_num_batched_tokens, (long long)options->max_num_seqs);

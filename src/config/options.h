@@ -32,6 +32,7 @@ struct options {
   const char *grpc_host;
   int64_t grpc_port;                /* 0: off */
   int64_t grpc_max_connections;
+  const char *grpc_client_cafile;   /* NULL: clients need no certificate */
   /* HTTP */
   const char *host;
   int64_t port;

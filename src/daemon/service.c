@@ -17,7 +17,8 @@ static enum sits_status open_grpc(struct service *service, const struct options 
 {
   struct rpc_options rpc = {.host = options->grpc_host, .port = (int)options->grpc_port,
                             .max_connections = (int)options->grpc_max_connections, .api_key = options->api_key,
-                            .ssl_certfile = options->ssl_certfile, .ssl_keyfile = options->ssl_keyfile};
+                            .ssl_certfile = options->ssl_certfile, .ssl_keyfile = options->ssl_keyfile,
+                            .client_cafile = options->grpc_client_cafile};
   if (!rpc.port) return SITS_OK;
   enum sits_status status = rpc_server_start(&rpc, service->api, &service->health, service->metrics, &service->rpc, err);
   if (!status) log_info("daemon", "gRPC on %s:%d%s", rpc.host, rpc_server_port(service->rpc), rpc.ssl_certfile ? " with TLS" : "");

@@ -2,7 +2,9 @@
 import concurrent.futures
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import time
 
@@ -399,6 +401,26 @@ def test_connections_over_the_cap_are_refused_and_the_rest_goes_on(begin):
     wait_for(has_room)
 
 
+def test_running_out_of_descriptors_is_outlived(begin):
+    """CVE-2023-4785: the library's own listener never accepts again after accept has failed once; ours does."""
+    server = begin(TINY)
+    pid = server.process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    with channel(server) as ch:
+        stub = stubs.InferenceStub(ch)
+        assert stub.ListModels(pb.ListModelsRequest()).data
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) + 3, hard))
+        socks = [socket.create_connection(server.grpc.split(":")) for _ in range(20)]
+        wait_for(lambda: "could not be accepted" in server.text())
+        assert stub.ListModels(pb.ListModelsRequest(), timeout=20).data  # open connections go on
+        for sock in socks:
+            sock.close()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    for _ in range(5):
+        with channel(server) as ch:
+            assert stubs.InferenceStub(ch).ListModels(pb.ListModelsRequest(), timeout=20).data
+
+
 # ---- stopping ----
 
 
@@ -457,13 +479,39 @@ def test_two_daemons_cannot_share_a_port(server):
     assert done.returncode == 1 and "cannot listen" in done.stderr
 
 
-def make_certificate(folder):
+def make_certificate(folder, name="localhost"):
     made = subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", folder / "key.pem", "-out",
-                           folder / "cert.pem", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+                           folder / "cert.pem", "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"],
                           capture_output=True)
     if made.returncode:
         pytest.skip("openssl cannot make a certificate here")
     return "--ssl-certfile", folder / "cert.pem", "--ssl-keyfile", folder / "key.pem"
+
+
+def test_client_certificates(tmp_path, begin):
+    """With authorities given, only a client that shows a certificate of theirs is served."""
+    pairs = {}
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+        make_certificate(tmp_path / name, name)
+        pairs[name] = [(tmp_path / name / f).read_bytes() for f in ("key.pem", "cert.pem")]
+    server = begin(TINY, *make_certificate(tmp_path), "--grpc-client-cafile", tmp_path / "ours/cert.pem", wait=False)
+    wait_for(lambda: "ready model" in server.text())
+    root = (tmp_path / "cert.pem").read_bytes()
+
+    def ask(*pair):
+        with grpc.secure_channel(server.grpc, grpc.ssl_channel_credentials(root, *pair)) as ch:
+            return stubs.InferenceStub(ch).ListModels(pb.ListModelsRequest(), timeout=5).data[0].id
+    assert ask(*pairs["ours"]) == "tiny"
+    assert code(lambda: ask()) in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+    assert code(lambda: ask(*pairs["theirs"])) in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+    assert ask(*pairs["ours"]) == "tiny"
+
+
+def test_authorities_without_tls_are_refused():
+    done = subprocess.run([BIN / "sits2026d", "--model", TINY, "--port", "0", "--grpc-port", "1", "--grpc-client-cafile", "x"],
+                          capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and "grpc-client-cafile needs" in done.stderr
 
 
 def test_tls(tmp_path, begin):

@@ -108,13 +108,16 @@ static enum sits_status read_text(const char *path, char **out, struct sits_erro
 /* With TLS the library listens. */
 static enum sits_status add_tls_port(struct rpc_server *server, struct sits_error *err)
 {
-  char *cert = NULL, *key = NULL, address[300];
+  char *cert = NULL, *key = NULL, *authorities = NULL, address[300];
   enum sits_status status = read_text(server->options.ssl_certfile, &cert, err);
   if (!status) status = read_text(server->options.ssl_keyfile, &key, err);
+  if (!status && server->options.client_cafile) status = read_text(server->options.client_cafile, &authorities, err);
   if (!status) {
     grpc_ssl_pem_key_cert_pair pair = {.private_key = key, .cert_chain = cert};
     grpc_server_credentials *credentials =
-      grpc_ssl_server_credentials_create_ex(NULL, &pair, 1, GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE, NULL);
+      grpc_ssl_server_credentials_create_ex(authorities, &pair, 1, authorities
+                                              ? GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY
+                                              : GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE, NULL);
     bool is_v6 = strchr(server->options.host, ':') != NULL;
     snprintf(address, sizeof address, is_v6 ? "[%s]:%d" : "%s:%d", server->options.host, server->options.port);
     server->port = credentials ? grpc_server_add_http2_port(server->core, address, credentials) : 0;
@@ -124,6 +127,7 @@ static enum sits_status add_tls_port(struct rpc_server *server, struct sits_erro
   }
   mem_free(cert);
   mem_free(key);
+  mem_free(authorities);
   return status;
 }
 

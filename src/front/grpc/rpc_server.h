@@ -21,6 +21,7 @@ struct rpc_options {
   int max_connections;          /* plain text only; with TLS the library accepts without a limit */
   const char *api_key;          /* NULL: open. Health is always open */
   const char *ssl_certfile, *ssl_keyfile; /* both or none */
+  const char *client_cafile;    /* with TLS: clients must show a certificate that one of these signed; NULL: none is asked for */
 };
 
 /* The strings of options, api, health and metrics are borrowed. SITS_IO names the address. */
