@@ -42,6 +42,7 @@ enum sits_status json_parse(const char *text, size_t n_bytes, const struct json_
 {
   if (n_bytes > limits->max_bytes)
     return sits_fail(err, SITS_TOO_LARGE, "JSON of %zu bytes is over the limit of %zu", n_bytes, limits->max_bytes);
+  if (n_bytes == 0) return sits_fail(err, SITS_INVALID_JSON, "there is no JSON: the text is empty");
   size_t nodes;
   int depth;
   scan(text, n_bytes, &nodes, &depth);

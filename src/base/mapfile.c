@@ -12,7 +12,7 @@
 enum sits_status mapfile_open(struct mapfile *file, const char *path, struct sits_error *err)
 {
   *file = (struct mapfile){0};
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* opening a FIFO must not wait for its writer: it is refused below */
   if (fd < 0) return sits_fail(err, errno == ENOENT ? SITS_NOT_FOUND : SITS_IO, "%s: %s", path, strerror(errno));
   struct stat st;
   enum sits_status status = SITS_OK;

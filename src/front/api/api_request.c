@@ -64,7 +64,7 @@ static const struct field fields[] = {
   {"seed", GENERATE, FIELD_INT, AT(seed), AT(has_seed), -9223372036854775808.0, 9223372036854775807.0},
   {"n", GENERATE, FIELD_INT, AT(n), 0, 1, LARGE},                     /* upper end: limits, in api_request_check */
   {"max_tokens", GENERATE, FIELD_INT, AT(max_tokens), 0, 0, LARGE},
-  {"max_completion_tokens", API_CHAT, FIELD_INT, AT(max_completion_tokens), 0, 0, LARGE},
+  {"max_completion_tokens", GENERATE, FIELD_INT, AT(max_completion_tokens), 0, 0, LARGE},
   {"min_tokens", GENERATE, FIELD_INT, AT(min_tokens), 0, 0, LARGE},
   {"ignore_eos", GENERATE, FIELD_BOOL, AT(ignore_eos)},
   {"stop", GENERATE, FIELD_READER, .reader = api_read_stop},
@@ -245,7 +245,8 @@ enum sits_status api_request_parse_json(enum api_kind kind, json_t *root, const 
     const struct field *field = find_field(key, kind);
     if (field) {
       status = read_field(field, value, limits, request, err);
-    } else if (api_field_is_refused(key, value)) {
+    } else if (api_field_is_refused(key, value) || ((kind & GENERATE) && find_field(key, GENERATE) && !json_is_false(value))) {
+      /* Also what only the other kind of completion knows, such as echo in a chat: it would change the answer. */
       status = sits_fail_param(err, SITS_UNSUPPORTED_PARAMETER, key, "the parameter '%s' is not supported with this value", key);
     } else {
       log_debug("api", "unknown request field ignored: %.40s", key);

@@ -41,12 +41,33 @@ static bool is_authorized(const struct http_request *request)
   return api_access_bearer_is(value, options->api_key);
 }
 
-struct framing { int n_length, n_encoding, n_host, n_headers; const char *length, *encoding; };
+struct framing { int n_length, n_encoding, n_host, n_headers; bool is_malformed; const char *length, *encoding; };
+
+/* Whether the text begins with a header's name and goes on. */
+static bool extends_name(const char *text, const char *name)
+{
+  size_t n = strlen(name);
+  return !strncasecmp(text, name, n) && text[n];
+}
+
+/* A name that is no token ("Content-Length :"), or a value with a control character (a bare CR ends a line for some). A folded line arrives
+ * with its continuation glued to the name ("Content-Length:\r\n 3" as "Content-Length3"), so names that extend a framing header's are
+ * refused too: its own effect on the body would be lost. */
+static bool is_malformed_header(const char *name, const char *value)
+{
+  static const char token[] = "!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+  if (!name[0] || name[strspn(name, token)]) return true;
+  if (extends_name(name, MHD_HTTP_HEADER_CONTENT_LENGTH) || extends_name(name, MHD_HTTP_HEADER_TRANSFER_ENCODING)) return true;
+  for (const char *at = value ? value : ""; *at; at++)
+    if (((unsigned char)*at < ' ' && *at != '\t') || *at == 127) return true;
+  return false;
+}
 
 static enum MHD_Result note_header(void *context, enum MHD_ValueKind kind, const char *name, const char *value)
 {
   struct framing *framing = context;
   framing->n_headers++;
+  framing->is_malformed |= is_malformed_header(name, value);
   if (!strcasecmp(name, MHD_HTTP_HEADER_CONTENT_LENGTH)) {
     framing->n_length++;
     framing->length = value;
@@ -65,7 +86,8 @@ static enum sits_status check_framing(struct http_request *request, const char *
   struct framing framing = {0};
   MHD_get_connection_values(request->connection, MHD_HEADER_KIND, note_header, &framing);
   *text = NULL;
-  if (framing.n_length > 1) *text = "more than one Content-Length header";
+  if (framing.is_malformed) *text = "a malformed header line";
+  else if (framing.n_length > 1) *text = "more than one Content-Length header";
   else if (framing.n_length && framing.n_encoding) *text = "both Content-Length and Transfer-Encoding";
   else if (framing.n_encoding > 1 || (framing.encoding && strcasecmp(framing.encoding, "chunked")))
     *text = "a Transfer-Encoding other than chunked";

@@ -1,0 +1,53 @@
+"""Hostile and odd input found to break the daemon once. Each test names what went wrong."""
+import json
+import os
+import subprocess
+
+import pytest
+
+from conftest import BIN
+
+BODY = b'{"prompt":"a","max_tokens":1}'
+NEXT = b"GET /health HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("line", [
+    b"Content-Length : %d",        # a space before the colon: the length was not seen and the body was read as the next request
+    b"Content-Length:\r\n %d",     # a folded line: its end was glued to the name, with the same effect
+    b"Content-Length: 0\r\n %d",
+    b"X: 1\r\n Content-Length: %d",
+    b"X: 1\rContent-Length: %d",   # a bare CR ends a line for some proxies
+    b"Transfer-Encoding:\r\n chunked",
+    b"Transfer-Encoding\t: chunked",
+    b"X Y: 1",
+])
+def test_malformed_header_line_ends_the_connection(tiny, line):
+    if b"%d" in line:
+        line = line % len(BODY)
+    with tiny.connect(10) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n" + line + b"\r\n\r\n" + BODY + NEXT)
+        answer = b""
+        while piece := sock.recv(65536):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1, "bytes of the body were taken for another request"
+    assert "malformed header" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"parse_special": True}])
+def test_a_field_of_completions_is_not_ignored_in_a_chat(tiny, fields):
+    status, answer = tiny.chat(max_tokens=1, **fields)
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "unsupported_parameter", next(iter(fields)))
+    assert tiny.chat(max_tokens=1, echo=False)[0] == 200
+
+
+def test_completions_honour_max_completion_tokens(tiny):
+    _, answer = tiny.complete(max_completion_tokens=3, max_tokens=9, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_a_fifo_as_model_is_refused(tmp_path):
+    """Opening it waited for a writer, without a word."""
+    os.mkfifo(tmp_path / "model.gguf")
+    done = subprocess.run([BIN / "sits2026d", "--model", tmp_path / "model.gguf", "--port", "0"], capture_output=True, timeout=20)
+    assert done.returncode == 1 and b"not a regular file" in done.stderr
