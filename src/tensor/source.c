@@ -251,6 +251,7 @@ enum sits_status source_open(const char *path, struct source **out, struct sits_
   const char *tail = name_path_tail(path);
   struct stat st;
   if (stat(path, &st) != 0) return sits_fail(err, errno == ENOENT ? SITS_NOT_FOUND : SITS_IO, "%s: %s", tail, strerror(errno));
+  if (!S_ISDIR(st.st_mode) && !S_ISREG(st.st_mode)) return sits_fail(err, SITS_IO, "%s: not a regular file", tail); /* nor wait on a FIFO */
   struct source *s = mem_calloc(1, sizeof *s);
   if (!s) return sits_fail(err, SITS_NOMEM, "%s: out of memory", tail);
   arena_init(&s->arena, 0);
