@@ -139,6 +139,20 @@ def test_a_client_that_does_not_read_is_bounded(launch):
     sock.close()
 
 
+def test_a_body_that_trickles_in_is_cut(launch):
+    """One byte at a time keeps a connection from idling, but the whole request has a time limit."""
+    server = launch(TINY, "--http-idle-timeout-s", 1)
+    with server.connect() as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n")
+        start = time.time()
+        with pytest.raises(ConnectionError):
+            while time.time() - start < 30:
+                sock.sendall(b" ")
+                time.sleep(0.1)
+        assert time.time() - start < 10
+    assert server.complete(max_tokens=2)[0] == 200
+
+
 def test_metrics_parse_and_keep_vllm_names(loaded):
     parser = pytest.importorskip("prometheus_client.parser")
     loaded.complete(max_tokens=3)

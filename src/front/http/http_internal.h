@@ -44,11 +44,11 @@ struct http_request {
   bool is_too_large;                  /* [pool] */
   bool is_crowded;                    /* [pool] there was no memory for its body */
   size_t n_dropped_bytes;             /* [pool] of a body that is not kept */
-  bool is_begun;                      /* [pool] the whole request is here and was handed on */
   bool is_watched;                    /* [pool] */
 
   pthread_mutex_t mutex;
   enum http_wait wait;                /* [mutex] */
+  bool is_begun;                      /* [mutex] the whole request is here and was handed on; written by the pool only */
   bool is_completed;                  /* [mutex] MHD is done with it */
   bool is_gone;                       /* [mutex] the client left, or is to be cut */
   struct MHD_Response *response;      /* [mutex] set once by http_respond; taken by the handler */
@@ -127,8 +127,8 @@ int http_route_find(const char *url, const char **tail);   /* -1: none */
 void http_answer_generate(struct http_request *request);
 void http_answer_tokenize(struct http_request *request);
 void http_answer_detokenize(struct http_request *request);
-/* The client left: end its call. */
-void http_request_abandon(struct http_request *request);
+/* The client left: end its call. Whether there was anything left to end. */
+bool http_request_abandon(struct http_request *request);
 
 /* http_work.c */
 enum sits_status http_work_start(struct http_server *server, struct sits_error *err) SITS_MUST_CHECK;

@@ -169,8 +169,8 @@ static enum MHD_Result take_body(struct http_request *request, const char *bytes
 
 static enum MHD_Result hand_to_worker(struct http_request *request)
 {
-  request->is_begun = true;
   pthread_mutex_lock(&request->mutex);
+  request->is_begun = true;
   request->wait = HTTP_WAIT_RESPONSE;
   MHD_suspend_connection(request->connection);
   pthread_mutex_unlock(&request->mutex);
@@ -208,7 +208,9 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
     return queue_answer(request);
   }
   if (http_routes[request->route].is_post) return hand_to_worker(request);
+  pthread_mutex_lock(&request->mutex);
   request->is_begun = true;
+  pthread_mutex_unlock(&request->mutex);
   http_route_find(url, &request->tail);
   http_routes[request->route].answer(request);
   return queue_answer(request);

@@ -3,11 +3,13 @@
  * libmicrohttpd does not look at a suspended connection, so a client that leaves while it waits would go unnoticed until the next write.
  * The set holds each socket with EPOLLRDHUP once; a hang-up or half-close ends the request's call within a step. (A client that closes its
  * sending side after the request therefore counts as gone.) Events carry the request's number, never a pointer. Once a second the thread
- * also sends a comment on streams that have been silent for long, so that proxies and clients see life. */
+ * also sends a comment on streams that have been silent for long, so that proxies and clients see life, and cuts requests whose body takes
+ * too long to arrive. */
 #include <errno.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -37,13 +39,21 @@ static void ping_locked(struct http_request *request, int64_t now_us)
   http_wake_locked(request, HTTP_WAIT_BYTES);
 }
 
-static void ping_streams(struct http_server *server)
+/* A body that trickles in keeps its connection from idling; the whole request has as long as an idle connection has. */
+static void cut_late_body_locked(struct http_request *request, int64_t now_us)
+{
+  if (request->is_begun || request->is_completed || request->response) return;
+  if (now_us - request->started_us > request->server->options.idle_timeout_s * 1000000) shutdown(request->fd, SHUT_RDWR);
+}
+
+static void tick(struct http_server *server)
 {
   int64_t now_us = clock_monotonic_us();
   pthread_mutex_lock(&server->mutex);
   for (struct http_request *request = server->requests; request; request = request->next) {
     pthread_mutex_lock(&request->mutex);
-    ping_locked(request, now_us);
+    if (server->options.ping_us) ping_locked(request, now_us);
+    cut_late_body_locked(request, now_us);
     pthread_mutex_unlock(&request->mutex);
   }
   pthread_mutex_unlock(&server->mutex);
@@ -60,12 +70,11 @@ static void *watch_main(void *argument)
       if (events[i].data.u64 == STOP_NUMBER) return NULL;
       struct http_request *request = find(server, events[i].data.u64);
       if (!request) continue;
-      metrics_add(server->metrics, METRICS_DISCONNECTS, 1);
-      http_request_abandon(request);
+      if (http_request_abandon(request)) metrics_add(server->metrics, METRICS_DISCONNECTS, 1);
       http_request_unref(request);
     }
-    if (server->options.ping_us && clock_monotonic_us() >= next_tick_us) {
-      ping_streams(server);
+    if (clock_monotonic_us() >= next_tick_us) {
+      tick(server);
       next_tick_us = clock_monotonic_us() + TICK_MS * 1000;
     }
   }
