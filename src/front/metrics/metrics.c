@@ -156,6 +156,8 @@ static void render_gauges(const struct metrics *m, const struct engine_stats *e,
   gauge(m, out, "kv_pages_used", "KV pages that sequences hold.", e->n_pages_used);
   gauge(m, out, "kv_pages_cached", "KV pages kept for prefixes, free to take.", e->n_pages_cached);
   gauge(m, out, "kv_pages_free", "KV pages that hold nothing.", e->n_pages_free);
+  gauge(m, out, "swap_pages_used", "Pages of preempted sequences in host memory.", e->n_host_pages_total - e->n_host_pages_free);
+  gauge(m, out, "swap_pages_total", "Pages that host memory has room for (swap-space).", e->n_host_pages_total);
   gauge(m, out, "step_seconds", "Recent time of an engine step (moving average).", e->step_us_ewma / 1e6);
   gauge(m, out, "inter_token_latency_p99_seconds", "99th percentile over a sliding window of running streams.", e->itl_p99_us / 1e6);
 }
@@ -165,13 +167,18 @@ static void render_counters(const struct metrics *m, const struct engine_stats *
   counter(m, out, "prompt_tokens_total", "Prompt tokens processed.", e->prompt_tokens);
   counter(m, out, "prompt_tokens_cached_total", "Prompt tokens taken from the prefix cache.", e->prompt_tokens_cached);
   counter(m, out, "generation_tokens_total", "Tokens generated.", e->generation_tokens);
+  counter(m, out, "prompt_tokens_computed_total", "Prompt tokens computed, again after a preemption too.", e->prompt_tokens_computed);
   counter(m, out, "num_preemptions_total", "Preemptions.", e->n_preemptions);
+  counter(m, out, "num_preemptions_swapped_total", "Preemptions that kept their pages in host memory.", e->n_preemptions_swapped);
   counter(m, out, "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", e->prefix_query_tokens);
   counter(m, out, "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", e->prefix_hit_tokens);
   counter(m, out, "spec_decode_num_drafts_total", "Drafts verified.", e->spec_drafts);
   counter(m, out, "spec_decode_num_draft_tokens_total", "Draft tokens verified.", e->spec_draft_tokens);
   counter(m, out, "spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", e->spec_accepted_tokens);
   counter(m, out, "engine_steps_total", "Engine steps.", e->n_steps);
+  header(out, "submissions_refused_total", "counter", "Submissions that the engine's queue refused, by the limit that they met.");
+  buf_printf(out, "sits2026:submissions_refused_total{%s,limit=\"requests\"} %llu\n", m->label, (unsigned long long)e->rejected_requests);
+  buf_printf(out, "sits2026:submissions_refused_total{%s,limit=\"tokens\"} %llu\n", m->label, (unsigned long long)e->rejected_tokens);
   static const struct { const char *reason; enum sits_finish finish; } reasons[] = {
     {"stop", SITS_FINISH_STOP}, {"length", SITS_FINISH_LENGTH}, {"abort", SITS_FINISH_CANCELLED}, {"deadline", SITS_FINISH_DEADLINE},
     {"error", SITS_FINISH_ERROR}};
