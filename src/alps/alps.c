@@ -276,11 +276,6 @@ int32_t alps_running(const struct alps *alps, const int32_t **ids)
   return alps->n_running;
 }
 
-bool alps_is_running(const struct alps *alps, int32_t id)
-{
-  return alps->entries[id].state == ALPS_RUNNING;
-}
-
 const struct alps_cost *alps_cost_model(const struct alps *alps)
 {
   return &alps->cost;

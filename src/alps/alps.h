@@ -126,7 +126,6 @@ void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_u
 void alps_counts(const struct alps *alps, struct alps_counts *out);
 /* Ids of running entries; borrowed until the next call that changes something. */
 int32_t alps_running(const struct alps *alps, const int32_t **ids);
-bool alps_is_running(const struct alps *alps, int32_t id);
 const struct alps_cost *alps_cost_model(const struct alps *alps);
 /* Abort when a rule of the planner's own state is broken. */
 void alps_check(const struct alps *alps);

@@ -28,7 +28,7 @@ enum option_kind {
   OPTION_ENUM,   /* const char *, one of `choices` ("auto|cpu|cuda") */
 };
 
-enum { OPTION_SECRET = 1 /* never printed */, OPTION_LIVE = 2 /* may change on reload */ };
+enum { OPTION_SECRET = 1 /* never printed */ };
 
 struct option_spec {
   const char *name;          /* "max-num-seqs": flag --max-num-seqs, YAML key, environment SITS_MAX_NUM_SEQS */

@@ -15,6 +15,5 @@ enum sits_status engine_pool_create(int32_t n_threads, int32_t n_vocab, struct e
 void engine_pool_destroy(struct engine_pool *pool);
 /* Call row for 0 <= r < n_rows; returns when all are done. The caller works too, with `sampler`. */
 void engine_pool_run(struct engine_pool *pool, struct engine_sampler *sampler, int32_t n_rows, engine_row_fn row, void *user);
-bool engine_pool_is_parallel(const struct engine_pool *pool);
 
 #endif
