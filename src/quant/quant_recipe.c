@@ -21,8 +21,8 @@ static const struct option_spec specs[] = {
         "largest that does."),
     BOOL("weight-minimum", weight_minimum, "true", "A minimum beside each scale, so that a group's range need not be symmetric."),
     BOOL("keep-grid", keep_grid, "true",
-         "Matrices that come as integers of the wanted width in groups of 32 (Q4_0, Q4_1, Q8_0) pass unchanged; those that come in 4 "
-         "bits of another form (Q4_K) keep their form."),
+         "Matrices that come as integers of the wanted width or less in groups of 32 (Q4_0, Q4_1; for int8 also Q5_0, Q5_1, Q8_0) pass "
+         "unchanged; those that come in 4 bits of another form (Q4_K) keep their form."),
     BOOL("clip", clip, "true", "Search each group's range for the least squared error instead of taking its extremes (4 bits only)."),
     ENUM("method", method, "rtn", "rtn|gptq", "How matrices that are rounded anew are rounded. gptq needs calibration text."),
     ENUM("scaling", scaling, "auto", "auto|none|awq",

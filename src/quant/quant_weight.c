@@ -114,6 +114,13 @@ static void put4(uint8_t *row, int64_t i, int32_t u)
   row[i / 2] = (uint8_t)(i % 2 ? (row[i / 2] & 15) | u << 4 : (row[i / 2] & 0xf0) | u);
 }
 
+static void store(struct quant_tensor *out, int64_t row, int64_t i, int32_t q)
+{
+  const struct sits_utd *u = &out->utd;
+  if (u->dtype == SITS_DTYPE_I8) ((int8_t *)out->data)[row * u->dims[1] + i] = (int8_t)q;
+  else put4((uint8_t *)out->data + row * u->dims[1] / 2, i, u->minimums ? q : q + 8);
+}
+
 /* The source's squares, and for a kept tensor nothing else: it has no error. */
 static double sum_squares(const float *x, int64_t n)
 {
@@ -122,27 +129,34 @@ static double sum_squares(const float *x, int64_t n)
   return sum;
 }
 
-/* Q4_0, Q4_1, Q8_0: 32 elements; element i beside i + 16 in a byte. */
+/* Element i of a block of 32 (Q4_0, Q4_1, Q5_0, Q5_1: i beside i + 16 in a byte, fifth bits apart), as the integer that its scale
+ * multiplies. */
+static int32_t block_integer(enum sits_dtype dtype, const uint8_t *block, int i)
+{
+  uint32_t fifths = 0;
+  const size_t header = dtype == SITS_DTYPE_Q4_1 || dtype == SITS_DTYPE_Q5_1 ? 4 : 2;
+  const bool is_five = dtype == SITS_DTYPE_Q5_0 || dtype == SITS_DTYPE_Q5_1;
+  if (dtype == SITS_DTYPE_Q8_0) return (int8_t)block[header + (size_t)i];
+  if (is_five) memcpy(&fifths, block + header, sizeof fifths);
+  const int32_t u = (block[header + (is_five ? 4 : 0) + (size_t)i % 16] >> (i / 16 * 4) & 15) | (int32_t)(fifths >> i & 1) << 4;
+  return header == 4 ? u : u - (is_five ? 16 : 8);
+}
+
+/* The same scale, minimum and integers. In 8 bits a narrower grid takes only a few of the 256 values, but they are the right ones. */
 static void keep_block(const struct sits_utd *source, const uint8_t *block, struct quant_tensor *out, int64_t row, int64_t g)
 {
   const int64_t index = row * (source->dims[1] / BLOCK) + g;
-  const size_t header = source->dtype == SITS_DTYPE_Q4_1 ? 4 : 2;
   memcpy((uint16_t *)out->scales + index, block, 2);
-  if (header == 4) memcpy((uint16_t *)out->minimums + index, block + 2, 2);
-  if (source->dtype == SITS_DTYPE_Q8_0) {
-    memcpy((uint8_t *)out->data + index * BLOCK, block + header, BLOCK);
-    return;
-  }
-  uint8_t *to = (uint8_t *)out->data + index * (BLOCK / 2);
-  for (int i = 0; i < BLOCK; i++) put4(to, i, block[header + (size_t)i % 16] >> (i / 16 * 4) & 15);
+  if (out->minimums) memcpy((uint16_t *)out->minimums + index, block + 2, 2);
+  for (int i = 0; i < BLOCK; i++) store(out, row, g * BLOCK + i, block_integer(source->dtype, block, i));
 }
 
-static enum sits_status keep_grid(const struct sits_utd *source, struct quant_tensor *out, struct sits_error *err)
+static enum sits_status keep_grid(const struct sits_utd *source, enum sits_dtype dtype, struct quant_tensor *out, struct sits_error *err)
 {
   const size_t block_bytes = (size_t)sits_dtype_info(source->dtype)->block_bytes;
   const uint8_t *block = source->data;
-  const enum sits_dtype dtype = source->dtype == SITS_DTYPE_Q8_0 ? SITS_DTYPE_I8 : SITS_DTYPE_I4;
-  if (!allocate(out, source, dtype, BLOCK, source->dtype == SITS_DTYPE_Q4_1)) return no_memory(source->name, err);
+  const bool has_minimum = source->dtype == SITS_DTYPE_Q4_1 || source->dtype == SITS_DTYPE_Q5_1;
+  if (!allocate(out, source, dtype, BLOCK, has_minimum)) return no_memory(source->name, err);
   for (int64_t row = 0; row < source->dims[0]; row++)
     for (int64_t g = 0; g < source->dims[1] / BLOCK; g++, block += block_bytes) keep_block(source, block, out, row, g);
   return SITS_OK;
@@ -190,13 +204,6 @@ static enum sits_status convert_float(const struct sits_utd *source, const struc
   out->bound = out->norm * 0x1p-11; /* relative rounding error of f16 */
   out->is_kept = error == 0;
   return SITS_OK;
-}
-
-static void store(struct quant_tensor *out, int64_t row, int64_t i, int32_t q)
-{
-  const struct sits_utd *u = &out->utd;
-  if (u->dtype == SITS_DTYPE_I8) ((int8_t *)out->data)[row * u->dims[1] + i] = (int8_t)q;
-  else put4((uint8_t *)out->data + row * u->dims[1] / 2, i, u->minimums ? q : q + 8);
 }
 
 static bool store_grid(struct quant_tensor *out, int64_t index, const struct quant_grid *grid)
@@ -257,8 +264,9 @@ static enum sits_status convert_integer(const struct sits_utd *source, const str
 static bool is_on_grid(enum sits_dtype source, const struct quant_spec *spec)
 {
   if (!spec->keep_grid || spec->column_scale || spec->row_scale) return false;
-  if (spec->dtype == SITS_DTYPE_I8) return source == SITS_DTYPE_Q8_0;
-  return spec->dtype == SITS_DTYPE_I4 && (source == SITS_DTYPE_Q4_0 || source == SITS_DTYPE_Q4_1 || source == SITS_DTYPE_Q4_K);
+  const bool is_four = source == SITS_DTYPE_Q4_0 || source == SITS_DTYPE_Q4_1;
+  if (spec->dtype == SITS_DTYPE_I8) return is_four || source == SITS_DTYPE_Q5_0 || source == SITS_DTYPE_Q5_1 || source == SITS_DTYPE_Q8_0;
+  return spec->dtype == SITS_DTYPE_I4 && (is_four || source == SITS_DTYPE_Q4_K);
 }
 
 bool quant_keeps(const struct sits_utd *source, const struct quant_spec *spec)
@@ -295,7 +303,7 @@ enum sits_status quant_convert(const struct sits_utd *source, const struct quant
     status = convert_float(source, &fitting, row, out, err);
   } else if (is_on_grid(source->dtype, &fitting)) {
     if (source->dtype == SITS_DTYPE_Q4_K) keep_bytes(source, out);
-    status = source->dtype == SITS_DTYPE_Q4_K ? SITS_OK : keep_grid(source, out, err);
+    status = source->dtype == SITS_DTYPE_Q4_K ? SITS_OK : keep_grid(source, fitting.dtype, out, err);
     if (!status) status = take_norm(source, row, out);
   } else {
     status = convert_integer(source, &fitting, hessian, row, out, err);

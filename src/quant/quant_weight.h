@@ -1,7 +1,8 @@
 /* Rounding weights: from whatever a source holds to the neutral layout of the engine file (sits2026/utd.h, I4 and I8 with f16 scales).
  *
- * Grids that come along are kept bit for bit where asked: Q4_0 -> I4, Q4_1 -> I4 with minimums, Q8_0 -> I8, all in groups of 32; the same
- * scales, minimums and integers. Others are rounded to nearest with a search for the range of least squared error, or by GPTQ.
+ * Grids that come along are kept bit for bit where asked: Q4_0, Q4_1 as I4; Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 as I8; all in groups of 32, with
+ * minimums where they have them; the same scales, minimums and integers. Others are rounded to nearest with a search for the
+ * range of least squared error, or by GPTQ.
  * Theory of the report: a value rounded to a grid of step D has a squared error of D^2 / 12 on average, a matrix of m x n therefore a
  * Frobenius error of (D / sqrt(12)) sqrt(mn); with steps that differ by group, sqrt(sum of D^2 / 12 over all values).
  * No threads, no globals: different tensors may be rounded by different threads. */

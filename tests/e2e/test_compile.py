@@ -64,6 +64,13 @@ def test_kept_grid_gives_the_same_bits(files, tmp_path):
 
 
 @needs_smol
+def test_eight_bits_hold_the_four_bit_grid(files, tmp_path):
+    """The same values and the same 8-bit activations: only the sums of a group's integers are larger, and they are exact."""
+    compile_model(SMOL, tmp_path / "s.bin", "--recipe", "w8a8")
+    assert np.array_equal(logits(tmp_path / "s.bin", IDS, tmp_path), logits(files / "w4a8.bin", IDS, tmp_path))
+
+
+@needs_smol
 def test_four_bits_with_float_activations_are_the_float_model(files, tmp_path):
     """w16a16 rounds the weights to f16, w4a16 keeps their grid: they differ by that rounding only, and the backend adds nothing to it."""
     a, b = logits(files / "w4a16.bin", IDS, tmp_path), logits(files / "w16a16.bin", IDS, tmp_path)
@@ -190,9 +197,11 @@ def test_report_holds_its_bound_at_eight_bits(tmp_path):
 
 @needs_smol
 def test_report_of_a_real_model_at_eight_bits(tmp_path):
-    compile_model(SMOL, tmp_path / "s.bin", "--recipe", "w8a8", "--report", tmp_path / "report.json")
+    """Every matrix rounded anew, none kept."""
+    (tmp_path / "anew.yaml").write_text("weights: int8\nkeep-grid: false\n")
+    compile_model(SMOL, tmp_path / "s.bin", "--recipe", tmp_path / "anew.yaml", "--report", tmp_path / "report.json")
     rows = json.loads((tmp_path / "report.json").read_text())["matrices"]
-    assert len(rows) == 30 * 7 + 1
+    assert len(rows) == 30 * 7 + 1 and sum(row["kept"] for row in rows) == 1  # the head
     for row in rows:
         assert row["relative_error"] < 0.008 and not row["above_bound"], row
 

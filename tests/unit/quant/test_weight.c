@@ -36,7 +36,7 @@ static struct sits_utd blocks(enum sits_dtype dtype, unsigned char *bytes)
   for (size_t at = 0; at < utd.n_bytes; at += block) {
     const uint16_t d = float_to_half(0.01F + 0.1F * fabsf(uniform(1, at))), m = float_to_half(uniform(2, at));
     memcpy(bytes + at, &d, 2);
-    if (dtype == SITS_DTYPE_Q4_1 || dtype == SITS_DTYPE_Q4_K) memcpy(bytes + at + 2, &m, 2);
+    if (dtype == SITS_DTYPE_Q4_1 || dtype == SITS_DTYPE_Q5_1 || dtype == SITS_DTYPE_Q4_K) memcpy(bytes + at + 2, &m, 2);
   }
   return utd;
 }
@@ -44,13 +44,15 @@ static struct sits_utd blocks(enum sits_dtype dtype, unsigned char *bytes)
 static void grids_are_kept(void **state)
 {
   (void)state;
-  static const struct { enum sits_dtype from, want; bool has_min; } cases[] = {{SITS_DTYPE_Q4_0, SITS_DTYPE_I4, false},
-      {SITS_DTYPE_Q4_1, SITS_DTYPE_I4, true}, {SITS_DTYPE_Q8_0, SITS_DTYPE_I8, false}, {SITS_DTYPE_Q4_K, SITS_DTYPE_Q4_K, false}};
+  static const struct { enum sits_dtype from, wish, want; bool has_min; } cases[] = {
+      {SITS_DTYPE_Q4_0, SITS_DTYPE_I4, SITS_DTYPE_I4, false}, {SITS_DTYPE_Q4_1, SITS_DTYPE_I4, SITS_DTYPE_I4, true},
+      {SITS_DTYPE_Q8_0, SITS_DTYPE_I8, SITS_DTYPE_I8, false}, {SITS_DTYPE_Q4_K, SITS_DTYPE_I4, SITS_DTYPE_Q4_K, false},
+      {SITS_DTYPE_Q4_0, SITS_DTYPE_I8, SITS_DTYPE_I8, false}, {SITS_DTYPE_Q4_1, SITS_DTYPE_I8, SITS_DTYPE_I8, true},
+      {SITS_DTYPE_Q5_0, SITS_DTYPE_I8, SITS_DTYPE_I8, false}, {SITS_DTYPE_Q5_1, SITS_DTYPE_I8, SITS_DTYPE_I8, true}};
   static unsigned char bytes[ROWS * K * 2];
-  for (size_t i = 0; i < 4; i++) {
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     const struct sits_utd source = blocks(cases[i].from, bytes);
-    const struct quant_spec spec = {.dtype = cases[i].from == SITS_DTYPE_Q8_0 ? SITS_DTYPE_I8 : SITS_DTYPE_I4, .group = 32,
-                                    .has_minimum = true, .keep_grid = true};
+    const struct quant_spec spec = {.dtype = cases[i].wish, .group = 32, .has_minimum = true, .keep_grid = true};
     struct quant_tensor made;
     struct sits_error err = {0};
     if (quant_convert(&source, &spec, NULL, &made, &err)) fail_msg("%s", err.text);
