@@ -12,7 +12,8 @@
  *     and must not call back into the engine except for sits_request_poll, sits_request_user and sits_request_cancel.
  *  5. Every choice ends with exactly one event of kind SITS_EVENT_FINISH, whatever happened; after the last choice's finish event
  *     the request is done. Cancelling is idempotent and may be called from any thread until release.
- *  6. The same prompt, sampling parameters and seed give the same tokens, whatever else is in the batch.
+ *  6. The same prompt, sampling parameters and seed give the same tokens, whatever else is in the batch: exactly on a CPU. On a GPU the
+ *     batch decides which kernels run and whether the device draws, so tokens may differ where probabilities are equal up to rounding.
  */
 #ifndef SITS2026_ENGINE_H
 #define SITS2026_ENGINE_H
