@@ -112,6 +112,7 @@ bool api_wait_idle(struct api *api, int64_t timeout_us)
 void api_abort_all(struct api *api, enum sits_status status)
 {
   pthread_mutex_lock(&api->mutex);
+  api->abort_status = status;
   for (struct api_call *call = api->calls; call; call = call->next) {
     int none = SITS_OK;
     atomic_compare_exchange_strong(&call->cancel_status, &none, (int)status);

@@ -126,6 +126,23 @@ static enum sits_status submit_part(struct api_part *part, const struct api_mode
   return status;
 }
 
+/* Count the call before anything of it is started, so that a drain waits for it from then on. False: no more calls are admitted. */
+static bool enter(struct api *api)
+{
+  pthread_mutex_lock(&api->mutex);
+  bool is_admitted = atomic_load(&api->is_admitting);
+  api->n_active += is_admitted;
+  pthread_mutex_unlock(&api->mutex);
+  return is_admitted;
+}
+
+static void leave(struct api *api)
+{
+  pthread_mutex_lock(&api->mutex);
+  if (--api->n_active == 0) pthread_cond_broadcast(&api->idle);
+  pthread_mutex_unlock(&api->mutex);
+}
+
 /* Publish the call: from here on the delivery thread owns its parts. Events that came earlier are in the rings, so each part is queued. */
 static void publish(struct api_call *call)
 {
@@ -135,7 +152,8 @@ static void publish(struct api_call *call)
   call->next = api->calls;
   if (api->calls) api->calls->previous = call;
   api->calls = call;
-  api->n_active++;
+  int none = SITS_OK;
+  if (api->abort_status) atomic_compare_exchange_strong(&call->cancel_status, &none, (int)api->abort_status);
   for (int32_t p = 0; p < call->n_parts; p++) api_queue_locked(api, &call->parts[p]);
   pthread_cond_signal(&api->wake);
   pthread_mutex_unlock(&api->mutex);
@@ -199,10 +217,12 @@ enum sits_status api_call_submit(struct api_call *call, const char *id, struct s
   const struct api_model *model = api_model(call->api);
   uint64_t seed = 0;
   enum sits_status status = choose_seed(call->request, &seed, err);
-  if (!status && !atomic_load(&call->api->is_admitting)) status = sits_fail(err, SITS_UNAVAILABLE, "the server is shutting down");
+  if (status) return status;
+  if (!enter(call->api)) return sits_fail(err, SITS_UNAVAILABLE, "the server is shutting down");
   for (int32_t p = 0; p < call->n_parts && !status; p++) status = submit_part(&call->parts[p], model, id, seed, err);
   if (status) {
     abandon(call);
+    leave(call->api);
     return status;
   }
   atomic_fetch_add(&call->n_refs, 1); /* the delivery side's */
@@ -291,9 +311,7 @@ static void finish_call(struct api_call *call, enum sits_status status, const ch
   pthread_mutex_unlock(&api->mutex);
   struct api_result result = {.status = status, .text = text ? text : sits_status_info(status)->text, .usage = call->usage};
   call->sink->done(call->context, &result);
-  pthread_mutex_lock(&api->mutex);
-  if (--api->n_active == 0) pthread_cond_broadcast(&api->idle);
-  pthread_mutex_unlock(&api->mutex);
+  leave(api);
   api_call_unref(call);
 }
 

@@ -71,7 +71,8 @@ struct api {
   struct api_handle *handles;           /* [mutex] [n_handles] */
   uint32_t n_handles, free_handle;      /* [mutex] free_handle: index + 1, 0 when none */
   struct api_call *calls;               /* [mutex] active ones */
-  int64_t n_active;                     /* [mutex] */
+  int64_t n_active;                     /* [mutex] calls being submitted or running */
+  enum sits_status abort_status;        /* [mutex] what api_abort_all gave; calls published later end with it too */
 };
 
 /* api.c */

@@ -28,12 +28,15 @@ static struct {
   int n_requests;
   enum sits_status next_status;  /* of the submission number fail_at */
   int fail_at;                   /* -1: none */
+  void (*on_submit)(void *context); /* called in the middle of a submission */
+  void *on_submit_context;
 } fake = {.mutex = PTHREAD_MUTEX_INITIALIZER, .fail_at = -1};
 
 enum sits_status sits_engine_submit(struct sits_engine *engine, const struct sits_request_params *params, struct sits_request **out,
                                     struct sits_error *err)
 {
   enum sits_status status = SITS_OK;
+  if (fake.on_submit) fake.on_submit(fake.on_submit_context);
   pthread_mutex_lock(&fake.mutex);
   struct sits_request *request = NULL;
   if (fake.fail_at == fake.n_requests) status = sits_fail(err, fake.next_status, "refused by the script");

@@ -231,6 +231,32 @@ static void test_abort_all(void **state)
   rig_close(&rig);
 }
 
+static void stop_everything(void *context)
+{
+  struct api *api = context;
+  api_stop_admission(api);
+  assert_int_equal(api_n_active(api), 1); /* a drain must wait for it */
+  assert_false(api_wait_idle(api, 1000));
+  api_abort_all(api, SITS_UNAVAILABLE);
+}
+
+/* A stop between a call's admission and its publication: it used to be missed by both the drain and the abort. */
+static void test_a_stop_during_submission(void **state)
+{
+  struct rig rig;
+  struct recorder r;
+  rig_open(&rig);
+  fake.on_submit = stop_everything;
+  fake.on_submit_context = rig.api;
+  struct api_call *call = start(&rig, &r, API_COMPLETION, "{\"prompt\":\"a\",\"max_tokens\":9}");
+  fake.on_submit = NULL;
+  wait_for(&r, &r.n_done, 1);
+  assert_int_equal(r.status, SITS_UNAVAILABLE);
+  assert_true(api_wait_idle(rig.api, 5000000));
+  api_call_release(call);
+  rig_close(&rig);
+}
+
 static void test_a_full_sink_leaves_events_in_the_ring(void **state)
 {
   struct rig rig;
@@ -409,7 +435,8 @@ int main(void)
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_text_comes_out_by_whole_characters), cmocka_unit_test(test_end_token_is_counted_and_not_shown),
     cmocka_unit_test(test_stop_string_over_tokens_ends_the_choice), cmocka_unit_test(test_engine_error_ends_the_call),
-    cmocka_unit_test(test_cancel_twice), cmocka_unit_test(test_abort_all), cmocka_unit_test(test_a_full_sink_leaves_events_in_the_ring),
+    cmocka_unit_test(test_cancel_twice), cmocka_unit_test(test_abort_all), cmocka_unit_test(test_a_stop_during_submission),
+    cmocka_unit_test(test_a_full_sink_leaves_events_in_the_ring),
     cmocka_unit_test(test_a_batch_is_admitted_whole_or_not), cmocka_unit_test(test_echo_and_prompt_logprobs),
     cmocka_unit_test(test_parameters_reach_the_engine), cmocka_unit_test(test_default_lengths_and_context),
     cmocka_unit_test(test_every_allocation_may_fail), cmocka_unit_test(test_nothing_is_left)};
