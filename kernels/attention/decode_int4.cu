@@ -256,10 +256,12 @@ template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D /
   const float zero[4] = {0.f, 0.f, 0.f, 0.f};
   float sc[4] = {0.f, 0.f, 0.f, 0.f};
   uint32_t ks[G32];
-#pragma unroll
-  for (int i = 0; i < G32; i += 2) {
-    uint2 v = lds64(tile + 64 * D + warp * D + g * (D / 8) + i * 4);
-    ks[i] = v.x, ks[i + 1] = v.y;
+  if constexpr (D == 128) {
+    const uint4 v = lds128(tile + 64 * D + warp * D + g * (D / 8));
+    ks[0] = v.x, ks[1] = v.y, ks[2] = v.z, ks[3] = v.w;
+  } else {
+    const uint2 v = lds64(tile + 64 * D + warp * D + g * (D / 8));
+    ks[0] = v.x, ks[1] = v.y;
   }
 #pragma unroll
   for (int i = 0; i < D / 64; i++) {
@@ -279,10 +281,13 @@ template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D /
       sc[0] += f.x * part[0], sc[1] += f.x * part[1], sc[2] += f.y * part[2], sc[3] += f.y * part[3];
     }
   }
-  const int tok = warp * 16 + g; /* in the page, like lo and len */
-  const bool see0 = tok >= lo && tok < len, see1 = tok + 8 >= lo && tok + 8 < len;
-  sc[0] = see0 ? sc[0] * scale : -INFINITY, sc[1] = see0 ? sc[1] * scale : -INFINITY;
-  sc[2] = see1 ? sc[2] * scale : -INFINITY, sc[3] = see1 ? sc[3] * scale : -INFINITY;
+#pragma unroll
+  for (int e = 0; e < 4; e++) sc[e] *= scale;
+  if (lo > 0 || len < K_PAGE_TOKENS) { /* the first or last page of a sequence */
+    const int tok = warp * 16 + g;     /* in the page, like lo and len */
+    if (tok < lo || tok >= len) sc[0] = sc[1] = -INFINITY;
+    if (tok + 8 < lo || tok + 8 >= len) sc[2] = sc[3] = -INFINITY;
+  }
   float x0 = fmaxf(sc[0], sc[2]), x1 = fmaxf(sc[1], sc[3]);
 #pragma unroll
   for (int d = 4; d < 32; d <<= 1) x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, d)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, d));
@@ -512,50 +517,48 @@ template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THR
     segment_sync<FUSED>();
     const volatile segment *vs = shared_segment;
     const int last_unit = vs->first_unit + vs->n_units - 1, stop = min(end, last_unit + 1);
-    if (FUSED && warp >= WARPS) { /* the codes are handed over */
-      u = stop;
-      segment_sync<FUSED>();
-      continue;
-    }
-    uint32_t q[D / 16][2];
-    float seed[D / 32][2]; /* offsets of rows g: -24 sum q; rows g+8 have 11 times as much */
-    if (FUSED) {
+    if (!FUSED || warp < WARPS) { /* the two warps that made the codes wait for the next segment */
+      uint32_t q[D / 16][2];
+      float seed[D / 32][2]; /* offsets of rows g: -24 sum q; rows g+8 have 11 times as much */
+      if (FUSED) {
 #pragma unroll
-      for (int k = 0; k < D / 16; k++) {
-        uint2 v = lds64(smem_addr(query) + (gq * D + k * 16 + t * 4) * 2);
-        q[k][0] = v.x, q[k][1] = v.y;
+        for (int k = 0; k < D / 16; k++) {
+          uint2 v = lds64(smem_addr(query) + (gq * D + k * 16 + t * 4) * 2);
+          q[k][0] = v.x, q[k][1] = v.y;
+        }
+      } else {
+        const __half *src = (const __half *)p.a.q + ((size_t)vs->row * view.n_heads + vs->head * gqa + gq) * D + t * 4;
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+          uint2 v = gq < gqa ? __ldcg((const uint2 *)(src + k * 16)) : make_uint2(0, 0);
+          q[k][0] = v.x, q[k][1] = v.y;
+        }
       }
-    } else {
-      const __half *src = (const __half *)p.a.q + ((size_t)vs->row * view.n_heads + vs->head * gqa + gq) * D + t * 4;
 #pragma unroll
-      for (int k = 0; k < D / 16; k++) {
-        uint2 v = gq < gqa ? __ldcg((const uint2 *)(src + k * 16)) : make_uint2(0, 0);
-        q[k][0] = v.x, q[k][1] = v.y;
+      for (int c = 0; c < D / 32; c++) {
+        float offset[4];
+        mma_f16(offset, consts, q[c * 2][0], q[c * 2][1], zero);
+        mma_f16(offset, consts, q[c * 2 + 1][0], q[c * 2 + 1][1], offset);
+        seed[c][0] = offset[0], seed[c][1] = offset[1];
       }
+      state<D> st = {};
+      st.m0 = st.m1 = -1e30f;
+      for (int unit = u; unit < stop; unit++) {
+        const uint32_t tile = ring + slot * C::TILE;
+        bar_wait(full + slot * 8, parity);
+        const int token0 = (vs->first_page + unit - vs->first_unit) * K_PAGE_TOKENS, len = vs->len;
+        if (FUSED && unit == last_unit && warp == ((len - 1) & (K_PAGE_TOKENS - 1)) >> 4)
+          patch_tile<D>(tile, tile_of<D>(view, *shared_segment, unit), nt, (len - 1) & (K_PAGE_TOKENS - 1), lane);
+        attend_page<D>(st, q, seed, tile, warp, lane, vs->lo - token0, len - token0, p.score_scale);
+        __syncwarp();
+        if (lane == 0) bar_arrive(empty + slot * 8);
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+      }
+      spill_state<D>(st, merge, warp, lane);
+      consumer_sync();
+      flush_segment<D>(p, *shared_segment, prefix, merge, flag, n_ctas, first_of_run);
     }
-#pragma unroll
-    for (int c = 0; c < D / 32; c++) {
-      float offset[4];
-      mma_f16(offset, consts, q[c * 2][0], q[c * 2][1], zero);
-      mma_f16(offset, consts, q[c * 2 + 1][0], q[c * 2 + 1][1], offset);
-      seed[c][0] = offset[0], seed[c][1] = offset[1];
-    }
-    state<D> st = {};
-    st.m0 = st.m1 = -1e30f;
-    for (; u < stop; u++) {
-      const uint32_t tile = ring + slot * C::TILE;
-      bar_wait(full + slot * 8, parity);
-      const int token0 = (vs->first_page + u - vs->first_unit) * K_PAGE_TOKENS, len = vs->len;
-      if (FUSED && u == last_unit && warp == ((len - 1) & (K_PAGE_TOKENS - 1)) >> 4)
-        patch_tile<D>(tile, tile_of<D>(view, *shared_segment, u), nt, (len - 1) & (K_PAGE_TOKENS - 1), lane);
-      attend_page<D>(st, q, seed, tile, warp, lane, vs->lo - token0, len - token0, p.score_scale);
-      __syncwarp();
-      if (lane == 0) bar_arrive(empty + slot * 8);
-      if (++slot == STAGES) slot = 0, parity ^= 1;
-    }
-    spill_state<D>(st, merge, warp, lane);
-    consumer_sync();
-    flush_segment<D>(p, *shared_segment, prefix, merge, flag, n_ctas, first_of_run);
+    u = stop;
     segment_sync<FUSED>();
   }
 #endif

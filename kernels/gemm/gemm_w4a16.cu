@@ -191,7 +191,7 @@ template <int M, int MT, int FORMAT> SITS_DEV void consume(const params &p, cons
         }
       }
     __syncwarp();
-    if (lane == 0) bar_arrive(s.red_full + red * 8);
+    bar_arrive(s.red_full + red * 8); /* every lane answers for its own stores */
     if (++red == C::N_RED) red = 0, red_parity ^= 1;
   }
 }
@@ -299,7 +299,7 @@ template <int M, int MT, int FORMAT> SITS_DEV void finish(const params &p, const
       }
     }
     __syncwarp();
-    if (lane == 0) bar_arrive(s.red_empty + red * 8);
+    bar_arrive(s.red_empty + red * 8);
     if (++red == C::N_RED) red = 0, parity ^= 1;
   }
 }
@@ -363,7 +363,7 @@ template <int M, int MT, int FORMAT> __global__ void __launch_bounds__(THREADS, 
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; i++) bar_init(s.full + i * 8, 1), bar_init(s.empty + i * 8, STAGE_BLOCKS);
-    for (int i = 0; i < C::N_RED; i++) bar_init(s.red_full + i * 8, CONSUMERS), bar_init(s.red_empty + i * 8, 1);
+    for (int i = 0; i < C::N_RED; i++) bar_init(s.red_full + i * 8, CONSUMERS * 32), bar_init(s.red_empty + i * 8, 32);
     bar_init(s.x_full, 1);
     *is_open = 0;
     bar_fence_init();
