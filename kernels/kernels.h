@@ -169,7 +169,13 @@ enum k_act_form {
   K_ACT_ROW_E4M3,  /* [T][k_blocks*128] e4m3 */
   K_ACT_FRAG_F16,  /* frag of m = `tile` tokens; padding is not written (the buffer is zeroed once) */
 };
-struct k_act { enum k_act_form form; void *data; float *scale; /* [T], 8-bit forms: value = scale * q */ int32_t tile; };
+struct k_act {
+  enum k_act_form form;
+  void *data;
+  float *scale;               /* [T], 8-bit forms: value = scale * q */
+  int32_t tile;
+  int32_t *sum;               /* [T], K_ACT_TILE_S8: sum of the row's q */
+};
 
 /* h += sum of slabs in order; out = form(rms_norm(h) * gain). One CTA per output row. With row_token h is not written back. */
 struct k_norm {
@@ -293,6 +299,7 @@ struct k_w4a8 {
   int32_t rows, cols, n_tokens;
   const void *x;              /* K_ACT_TILE_S8 with the plan's tile */
   const float *x_scale;       /* [T] */
+  const int32_t *x_sum;       /* [T] */
   enum k_w4a8_output output;
   void *y;
   int32_t ld;

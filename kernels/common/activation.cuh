@@ -24,8 +24,8 @@ SITS_DEV uint32_t pack_e4m3(const float *v, float inv) {
   return r;
 }
 
-/* Eight values from column c of row `row`, already known scale; columns from width on are zeros. */
-SITS_DEV void store_eight(const k_act &out, int row, int padded, int c, vec8 x, float inv) {
+/* Eight values from column c of row `row`, scale known; columns from width on are zeros. Returns the sum of the s8 codes, else 0. */
+SITS_DEV int store_eight(const k_act &out, int row, int padded, int c, vec8 x, float inv) {
   if (out.form == K_ACT_FRAG_F16) {
 #pragma unroll
     for (int i = 0; i < 8; i++)
@@ -40,28 +40,12 @@ SITS_DEV void store_eight(const k_act &out, int row, int padded, int c, vec8 x, 
   } else if (out.form == K_ACT_TILE_S8) {
     const int n = row % out.tile, n_blocks = padded / K_GROUP, chunk = ((c & 127) >> 4) ^ (n & 7);
     const size_t block = (size_t)(row / out.tile) * n_blocks + (c >> 7);
-    *(uint2 *)((uint8_t *)out.data + (block * out.tile + n) * 128 + chunk * 16 + (c & 8)) =
-        make_uint2(pack_s8(x.v, inv), pack_s8(x.v + 4, inv));
+    const uint32_t lo = pack_s8(x.v, inv), hi = pack_s8(x.v + 4, inv);
+    *(uint2 *)((uint8_t *)out.data + (block * out.tile + n) * 128 + chunk * 16 + (c & 8)) = make_uint2(lo, hi);
+    return __dp4a((int)lo, 0x01010101, __dp4a((int)hi, 0x01010101, 0));
   } else
     *(uint2 *)((uint8_t *)out.data + (size_t)row * padded + c) = make_uint2(pack_e4m3(x.v, inv), pack_e4m3(x.v + 4, inv));
-}
-
-/* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N. top: largest magnitude of the
- * row
- * times `factor`. Fragments have no padding columns to clear. */
-template <int N> SITS_DEV void store_row(const k_act &out, int row, int width, const vec8 (&x)[N], float factor, float top) {
-  const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
-  const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f, inv = top > 0.f ? levels / top : 0.f;
-  if (out.scale && threadIdx.x == 0) out.scale[row] = top / levels;
-#pragma unroll
-  for (int k = 0; k < N; k++) {
-    const int c = (threadIdx.x + k * blockDim.x) * 8;
-    if (c >= padded || (c >= width && out.form == K_ACT_FRAG_F16)) continue;
-    vec8 v = x[k];
-#pragma unroll
-    for (int i = 0; i < 8; i++) v.v[i] *= factor;
-    store_eight(out, row, padded, c, v, inv);
-  }
+  return 0;
 }
 
 /* Sum of a and maximum of b over the CTA (at most 32 warps), one barrier. scratch: 64 floats. */
@@ -72,6 +56,29 @@ SITS_DEV float2 reduce_sum_max(float a, float b, float *scratch) {
   __syncthreads();
   a = lane < n ? scratch[lane] : 0.f, b = lane < n ? scratch[32 + lane] : 0.f;
   return make_float2(warp_sum(a), warp_max(b));
+}
+
+/* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N. top: largest magnitude of the
+ * row
+ * times `factor`. Fragments have no padding columns to clear. scratch: 64 floats that nobody else uses. */
+template <int N>
+SITS_DEV void store_row(const k_act &out, int row, int width, const vec8 (&x)[N], float factor, float top, float *scratch) {
+  const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
+  const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f, inv = top > 0.f ? levels / top : 0.f;
+  int sum = 0;
+  if (out.scale && threadIdx.x == 0) out.scale[row] = top / levels;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int c = (threadIdx.x + k * blockDim.x) * 8;
+    if (c >= padded || (c >= width && out.form == K_ACT_FRAG_F16)) continue;
+    vec8 v = x[k];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v.v[i] *= factor;
+    sum += store_eight(out, row, padded, c, v, inv);
+  }
+  if (out.form != K_ACT_TILE_S8) return;
+  const float all = reduce_sum_max((float)sum, 0.f, scratch).x; /* exact: below 2^24 */
+  if (threadIdx.x == 0) out.sum[row] = (int)all;
 }
 
 #endif

@@ -38,6 +38,15 @@ SITS_DEV bool bar_try(uint32_t bar, uint32_t parity) {
                : "memory");
   return done != 0;
 }
+/* The same without any waiting inside. */
+SITS_DEV bool bar_test(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
+  return done != 0;
+}
 SITS_DEV void bar_wait(uint32_t bar, uint32_t parity) {
   while (!bar_try(bar, parity)) {}
 }

@@ -1,8 +1,9 @@
-/* wgmma: s8 m64nNk32 with the weights in registers, f16 m64nNk16 with A in registers or shared memory; B in shared memory, 128-byte
+/* wgmma: 8-bit m64nNk32 with u8 weights in registers by s8 activations, f16 m64nNk16 with A in registers or shared memory; B in shared
+ * memory, 128-byte
  * swizzle.
  * sm_90a only.
  *
- * s8 (wgmma_s8<N>::mul):
+ * s8 (wgmma_u8s8<N>::mul):
  * A: four registers a thread, rows g and g+8 of the warp's 16, bytes are columns 4t..4t+3 and 16+4t..16+4t+3.
  * B: descriptor of an [N][128]-byte tile; d += A * B. D: d[4j], d[4j+1] row g, columns 8j+2t, +1; d[4j+2], d[4j+3] row g+8. */
 #ifndef SITS_KERNELS_WGMMA_CUH
@@ -18,10 +19,10 @@ SITS_DEV uint64_t wgmma_tile(uint32_t addr) {
 SITS_DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 SITS_DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> SITS_DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-template <int N> struct wgmma_s8;
-template <> struct wgmma_s8<16> {
+template <int N> struct wgmma_u8s8;
+template <> struct wgmma_u8s8<16> {
   SITS_DEV static void mul(int (&d)[8], const uint32_t *a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {"
                  "%0,%1,%2,%3,%4,%5,%6,%7"
                  "}, {%8,%9,%10,%11}, %12, 1;"
                  :
@@ -29,9 +30,9 @@ template <> struct wgmma_s8<16> {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
 };
-template <> struct wgmma_s8<32> {
+template <> struct wgmma_u8s8<32> {
   SITS_DEV static void mul(int (&d)[16], const uint32_t *a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 {"
                  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
                  "}, {%16,%17,%18,%19}, %20, 1;"
                  :
@@ -40,9 +41,9 @@ template <> struct wgmma_s8<32> {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
 };
-template <> struct wgmma_s8<64> {
+template <> struct wgmma_u8s8<64> {
   SITS_DEV static void mul(int (&d)[32], const uint32_t *a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {"
                  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
                  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
                  "}, {%32,%33,%34,%35}, %36, 1;"
@@ -54,9 +55,9 @@ template <> struct wgmma_s8<64> {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
 };
-template <> struct wgmma_s8<96> {
+template <> struct wgmma_u8s8<96> {
   SITS_DEV static void mul(int (&d)[48], const uint32_t *a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n96k32.s32.s8.s8 {"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n96k32.s32.u8.s8 {"
                  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
                  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
                  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -71,9 +72,9 @@ template <> struct wgmma_s8<96> {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
 };
-template <> struct wgmma_s8<128> {
+template <> struct wgmma_u8s8<128> {
   SITS_DEV static void mul(int (&d)[64], const uint32_t *a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.u8.s8 {"
                  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
                  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
                  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"

@@ -58,7 +58,7 @@ struct params {
 #if SITS_SM90
 
 struct smem_map {
-  uint32_t full, empty, red_full, red_empty, x_full, open_flag, x, red, ring;
+  uint32_t full, empty, red_full, red_empty, x_full, open, x, red, ring; /* open: the predecessor has ended */
 };
 
 template <class C> SITS_DEV smem_map map_smem(uint32_t base, int n_blocks, int m) {
@@ -68,7 +68,7 @@ template <class C> SITS_DEV smem_map map_smem(uint32_t base, int n_blocks, int m
   s.red_full = base + 16 * MAX_STAGES;
   s.red_empty = s.red_full + 32;
   s.x_full = s.red_empty + 32;
-  s.open_flag = s.x_full + 8;
+  s.open = s.x_full + 8;
   s.x = base + 1024;
   s.red = s.x + (m == 1 ? (n_blocks * C::X_BLOCK + 127) / 128 * 128 : 0);
   s.ring = s.red + C::N_RED * C::RED;
@@ -191,7 +191,7 @@ template <int M, int MT, int FORMAT> SITS_DEV void consume(const params &p, cons
         }
       }
     __syncwarp();
-    bar_arrive(s.red_full + red * 8); /* every lane answers for its own stores */
+    if (lane == 0) bar_arrive(s.red_full + red * 8); /* for all lanes, whose stores __syncwarp orders before it */
     if (++red == C::N_RED) red = 0, red_parity ^= 1;
   }
 }
@@ -299,15 +299,14 @@ template <int M, int MT, int FORMAT> SITS_DEV void finish(const params &p, const
       }
     }
     __syncwarp();
-    bar_arrive(s.red_empty + red * 8);
+    if (lane == 0) bar_arrive(s.red_empty + red * 8);
     if (++red == C::N_RED) red = 0, parity ^= 1;
   }
 }
 
 /* Loader `which` brings every second stage: weights, and once the ring has gone round activations too (those of the first round come from
  * load_first_x). One thread issues a copy every 150 ns or so whatever its size; two keep the SM's share of the memory rate. */
-template <int M, int MT, int FORMAT>
-SITS_DEV void load_stages(const params &p, const smem_map &s, int tile0, int n_local, int which, const volatile int *is_open) {
+template <int M, int MT, int FORMAT> SITS_DEV void load_stages(const params &p, const smem_map &s, int tile0, int n_local, int which) {
   using C = shape<M, MT, FORMAT>;
   const uint64_t policy = policy_evict_first();
   const int per_tile = (p.n_blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS, total = per_tile * n_local;
@@ -320,7 +319,7 @@ SITS_DEV void load_stages(const params &p, const smem_map &s, int tile0, int n_l
     const int n = min(STAGE_BLOCKS, p.n_blocks - i * STAGE_BLOCKS);
     const uint32_t bar = s.full + slot * 8, stage = s.ring + slot * C::STAGE;
     if (n_issued < p.stages) {
-      while (n_issued >= LOADERS && !*is_open && clock64() - last < LOADERS * p.pace_cycles) {}
+      while (n_issued >= LOADERS && !bar_test(s.open, 0) && clock64() - last < LOADERS * p.pace_cycles) {}
       last = clock64();
     } else
       bar_wait(s.empty + slot * 8, parity);
@@ -357,15 +356,14 @@ template <int M, int MT, int FORMAT> __global__ void __launch_bounds__(THREADS, 
   extern __shared__ __align__(1024) uint8_t smem[];
   grid_trigger();
   const smem_map s = map_smem<C>(smem_addr(smem), p.n_blocks, M);
-  volatile int *is_open = (volatile int *)(smem + (s.open_flag - smem_addr(smem)));
   const int tile0 = (int)((long long)blockIdx.x * p.n_tiles / gridDim.x);
   const int n_local = (int)((long long)(blockIdx.x + 1) * p.n_tiles / gridDim.x) - tile0;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; i++) bar_init(s.full + i * 8, 1), bar_init(s.empty + i * 8, STAGE_BLOCKS);
-    for (int i = 0; i < C::N_RED; i++) bar_init(s.red_full + i * 8, CONSUMERS * 32), bar_init(s.red_empty + i * 8, 32);
+    for (int i = 0; i < C::N_RED; i++) bar_init(s.red_full + i * 8, CONSUMERS), bar_init(s.red_empty + i * 8, 1);
     bar_init(s.x_full, 1);
-    *is_open = 0;
+    bar_init(s.open, 1);
     bar_fence_init();
   }
   __syncthreads();
@@ -373,11 +371,11 @@ template <int M, int MT, int FORMAT> __global__ void __launch_bounds__(THREADS, 
     consume<M, MT, FORMAT>(p, s, n_local);
   else if (warp == WARP_FINISH) {
     grid_wait();
-    if (lane == 0) *is_open = 1, load_first_x<M, MT, FORMAT>(p, s, n_local);
+    if (lane == 0) bar_arrive(s.open), load_first_x<M, MT, FORMAT>(p, s, n_local);
     __syncwarp();
     finish<M, MT, FORMAT>(p, s, tile0, n_local);
   } else if (lane == 0)
-    load_stages<M, MT, FORMAT>(p, s, tile0, n_local, warp - WARP_LOAD, is_open);
+    load_stages<M, MT, FORMAT>(p, s, tile0, n_local, warp - WARP_LOAD);
 #endif
 }
 

@@ -17,7 +17,7 @@ constexpr int THREADS = 512;
 
 /* N: eight-value pieces a thread holds. */
 template <int N> __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ k_norm p) {
-  __shared__ float scratch[64];
+  __shared__ float scratch[128];
   grid_trigger();
   const int r = blockIdx.x, t = p.row_token ? p.row_token[r] : r;
   vec8 x[N], gain[N];
@@ -52,7 +52,7 @@ template <int N> __global__ void __launch_bounds__(THREADS) norm_kernel(const __
   }
   const float2 all = reduce_sum_max(sum, top, scratch);
   const float factor = rsqrtf(all.x / (float)p.width + p.eps);
-  store_row<N>(p.out, r, p.width, x, factor, all.y * factor);
+  store_row<N>(p.out, r, p.width, x, factor, all.y * factor, scratch + 64);
 }
 } // namespace
 

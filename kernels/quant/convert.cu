@@ -36,7 +36,7 @@ template <int SOURCE> SITS_DEV vec8 fetch(const k_convert &p, size_t row, int c)
 }
 
 template <int SOURCE, int N> __global__ void __launch_bounds__(THREADS) convert_kernel(const __grid_constant__ k_convert p) {
-  __shared__ float scratch[64];
+  __shared__ float scratch[128];
   grid_trigger();
   grid_wait();
   const size_t row = (size_t)blockIdx.x * p.ld;
@@ -50,7 +50,7 @@ template <int SOURCE, int N> __global__ void __launch_bounds__(THREADS) convert_
     for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(x[k].v[i]));
   }
   if (p.out.scale) top = reduce_sum_max(0.f, top, scratch).y;
-  store_row<N>(p.out, blockIdx.x, p.width, x, 1.f, top);
+  store_row<N>(p.out, blockIdx.x, p.width, x, 1.f, top, scratch + 64);
 }
 
 template <int SOURCE> int launch_convert(const k_convert &a, k_stream at) {

@@ -145,9 +145,10 @@ static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_o
   uint16_t *xh = host_alloc((size_t)n_tokens * cols * 2);
   for (int64_t i = 0; i < (int64_t)n_tokens * cols; i++) xh[i] = half_bits(x[i]);
   const size_t tile_bytes = (size_t)plan.token_tiles * plan.tile * padded;
-  struct k_convert convert = {K_SRC_F16, gpu_copy(xh, (size_t)n_tokens * cols * 2),
-                              cols,      n_tokens,
-                              cols,      {K_ACT_TILE_S8, gpu_zeros(tile_bytes), gpu_alloc((size_t)n_tokens * 4), plan.tile}};
+  struct k_convert convert = {
+      K_SRC_F16, gpu_copy(xh, (size_t)n_tokens * cols * 2),
+      cols,      n_tokens,
+      cols,      {K_ACT_TILE_S8, gpu_zeros(tile_bytes), gpu_alloc((size_t)n_tokens * 4), plan.tile, gpu_alloc((size_t)n_tokens * 4)}};
   gpu_check_call(sits_k_convert(&convert, gpu_stream()), "sits_k_convert");
   int8_t *q = host_alloc(tile_bytes);
   gpu_read(q, convert.out.data, tile_bytes);
@@ -161,7 +162,7 @@ static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_o
       x[(size_t)n * cols + k] = v;
     }
   ref_w4_gemm(&w, x, n_tokens, want);
-  a.weight = gpu_copy(w.packed, w.packed_bytes), a.x = convert.out.data, a.x_scale = convert.out.scale;
+  a.weight = gpu_copy(w.packed, w.packed_bytes), a.x = convert.out.data, a.x_scale = convert.out.scale, a.x_sum = convert.out.sum;
   const int32_t out_cols = output == K_W4A8_SWIGLU ? rows / 2 : rows;
   const size_t n_out = (size_t)n_tokens * out_cols;
   a.ld = out_cols, a.slab_stride = (int64_t)n_out, a.y = gpu_alloc(n_out * 4 * (size_t)plan.n_split);

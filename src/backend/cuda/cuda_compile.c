@@ -171,6 +171,7 @@ static bool make_workspaces(struct backend_program *p)
   ok = ok && (p->h = cuda_memory_alloc(b, p, t * (size_t)d->n_embd * sizeof(float))) != NULL;
   ok = ok && (p->act = cuda_memory_alloc(b, p, t * widest * 2)) != NULL;
   ok = ok && (p->act_scale = cuda_memory_alloc(b, p, t * sizeof(float))) != NULL;
+  ok = ok && (p->act_sum = cuda_memory_alloc(b, p, t * sizeof(int32_t))) != NULL;
   ok = ok && (p->qkv = cuda_memory_alloc(b, p, t * (size_t)layer->qkv->rows * 2)) != NULL;
   ok = ok && (p->q = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
   ok = ok && (p->attn = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;

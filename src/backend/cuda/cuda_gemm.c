@@ -29,7 +29,7 @@ struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_w
     return (struct k_act){K_ACT_FRAG_F16, frag_buffer(p, w->cols, m), NULL, m};
   }
   if (w->form == CUDA_W4 && w->channel != NULL && p->backend->recipe != CUDA_RECIPE_W4A16) {
-    if (n <= W4A8_MAX && has_sm90) return (struct k_act){K_ACT_TILE_S8, p->act, p->act_scale, k_w4a8_tile(n)};
+    if (n <= W4A8_MAX && has_sm90) return (struct k_act){K_ACT_TILE_S8, p->act, p->act_scale, k_w4a8_tile(n), p->act_sum};
     if (p->has_e4m3) return (struct k_act){K_ACT_ROW_E4M3, p->act, p->act_scale, 0};
   }
   return (struct k_act){K_ACT_ROW_F16, p->act, NULL, 0};
@@ -167,6 +167,7 @@ static enum sits_status multiply_s8(struct backend_program *p, const struct cuda
                            .n_tokens = n,
                            .x = x->data,
                            .x_scale = x->scale,
+                           .x_sum = x->sum,
                            .output = outputs[output],
                            .y = y,
                            .ld = output == CUDA_GEMM_SWIGLU ? w->rows / 2 : w->rows,

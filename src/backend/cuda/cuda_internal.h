@@ -102,7 +102,8 @@ struct backend_program {
   void *frag_e[3], *frag_a[3], *frag_f[3]; /* m = 1, 8, 16 */
   float *ssq[3];
   void *act, *qkv, *q, *attn, *gate_up, *expanded;
-  float *act_scale, *slabs, *ones;
+  float *act_scale, *slabs;
+  int32_t *act_sum;
   float *logits, *host_logits;      /* [R][V] */
   float *attn_workspace;
   int32_t *attn_counters;

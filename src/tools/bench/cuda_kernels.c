@@ -312,6 +312,7 @@ static void w4a8_body(struct lab *lab, const void *arg, bool pdl)
                              .n_tokens = a->n_tokens,
                              .x = lab->act,
                              .x_scale = lab->act_scale,
+                             .x_sum = lab->ints + 3500,
                              .output = i == 2 ? K_W4A8_SWIGLU : K_W4A8_SLAB_F32,
                              .y = i == 2 ? lab->wide : (void *)lab->f32,
                              .ld = i == 2 ? F : rows_of[i],
@@ -327,9 +328,9 @@ static void norm_body(struct lab *lab, const void *arg, bool pdl)
                               4,           (int64_t)a->n_tokens * E,
                               lab->gain,   1e-5f,
                               a->n_tokens, E,
-                              NULL,        {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens)}};
-  const struct k_convert convert = {K_SRC_F16,   lab->wide, F,
-                                    a->n_tokens, F,         {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens)}};
+                              NULL,        {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens), lab->ints + 3500}};
+  const struct k_convert convert = {
+      K_SRC_F16, lab->wide, F, a->n_tokens, F, {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens), lab->ints + 3500}};
   for (int l = 0; l < LAYERS; l++)
     if (a->which == 0)
       check(lab, sits_k_norm(&norm, at_of(lab, pdl)), "norm");
