@@ -12,9 +12,12 @@ static const double DECODE_CEILING = 0.9;  /* share of the budget that decodes a
 static const double QUIET_STEP = 4;        /* targets that a step with high-class prompts may take while nobody decodes */
 static const double DEFAULT_SLICE_US = 50000; /* a step where classes meet and there is no target */
 static const double SOFT_TARGET_US = 100000;  /* a step with decodes when there is no target: nobody waits for a whole prompt */
+static const double LONE_PROMPT_US = 250000;  /* a step without decodes: arrivals and cancels are seen that often */
 static const double SOFT_TARGET_STEPS = 4;    /* or that many steps without prompts, where those are long themselves */
 static const double DECODE_EASY = 0.7;     /* below it admission does not ask the model */
 static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */
+
+enum { FIRST_TOKENS = 256 }; /* of the very first step, of whose time nothing is known */
 
 struct planner {
   struct alps *alps;
@@ -25,6 +28,7 @@ struct planner {
   double budget_lower_us;       /* the same when prompts of classes after the highest that has work to do are put in */
   double floor_us;              /* time that its first prompt may take in any case */
   int32_t busiest;              /* that class */
+  int32_t n_decode_top;         /* decodes of it and of higher classes in the plan */
   int64_t growth_pages;         /* that running entries are projected to need still */
   struct alps_cost_work decodes[ALPS_CLASSES]; /* of all running entries, as if each were decoding */
   int32_t prefill_at[ALPS_CLASSES], prefill_end[ALPS_CLASSES];
@@ -190,6 +194,7 @@ static bool plan_decodes(struct planner *p)
     int32_t n_draft = e->n_draft > 0 ? choose_draft(p, e) : 0;
     p->n_available -= page_need(alps, e, 1 + n_draft);
     p->rows_left -= 1 + n_draft;
+    p->n_decode_top += e->request.service_class <= p->busiest;
     add_item(p, id, 1 + n_draft, true);
     alps_cost_add_decode(&p->plan->work, e->request.n_known);
     if (n_draft > 0) alps_cost_add_chunk(&p->plan->work, n_draft, e->request.n_known);
@@ -376,7 +381,9 @@ static void limits(struct planner *p)
   p->may_admit = p->may_decode = true;
   p->budget_us = p->budget_lower_us = INFINITY;
   switch (o->policy) {
-    case ALPS_BUDGET: break;
+    case ALPS_BUDGET:
+      if (alps->cost.n_observations == 0 && p->tokens_left > FIRST_TOKENS) p->tokens_left = FIRST_TOKENS;
+      break;
     case ALPS_WHOLE: break;
     case ALPS_CHUNKED:
       if (p->tokens_left > o->chunk_tokens) p->tokens_left = o->chunk_tokens;
@@ -406,11 +413,12 @@ static void set_budget(struct planner *p)
   const struct alps_options *o = &alps->options;
   double target = (double)o->itl_target_us;
   bool meet = has_several_classes(alps);
-  if (o->policy != ALPS_BUDGET || (target == 0 && !meet && p->plan->n_decode == 0)) return;
-  if (target == 0) target = fmax(meet ? DEFAULT_SLICE_US : SOFT_TARGET_US, SOFT_TARGET_STEPS * alps->decode_us);
+  if (o->policy != ALPS_BUDGET) return;
+  if (target == 0 && p->plan->n_decode == 0 && !meet) target = LONE_PROMPT_US;
+  else if (target == 0) target = fmax(meet ? DEFAULT_SLICE_US : SOFT_TARGET_US, SOFT_TARGET_STEPS * alps->decode_us);
   p->floor_us = PREFILL_FLOOR * target;
   p->budget_lower_us = target * alps->margin;
-  if (p->plan->n_decode == 0 && p->busiest == 0) target *= QUIET_STEP; /* nobody's tokens are held up, and nobody comes before it */
+  if (p->n_decode_top == 0 && p->busiest == 0) target *= QUIET_STEP; /* no high-class tokens are held up, and nobody comes before it */
   p->budget_us = target * alps->margin;
   if (!meet) p->budget_lower_us = p->budget_us;
   p->plan->budget_us = (int64_t)p->budget_us;

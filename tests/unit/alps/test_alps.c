@@ -34,10 +34,15 @@ struct device {
 
 static struct device the_device;
 
+static double uniform_of(uint64_t *random)
+{
+  *random = *random * 6364136223846793005u + 1442695040888963407u;
+  return (double)(*random >> 11) * 0x1p-53;
+}
+
 static double uniform(struct device *d)
 {
-  d->random = d->random * 6364136223846793005u + 1442695040888963407u;
-  return (double)(d->random >> 11) * 0x1p-53;
+  return uniform_of(&d->random);
 }
 
 static struct device *open_device(struct alps_options options)
@@ -203,9 +208,10 @@ static void test_no_target_is_no_stall(void **state)
 {
   struct alps_plan plan;
   struct device *d = open_device(options_of(16, 0));
-  for (int i = 0; i < 4; i++) send(d, 200, 20000, 1, 0);
-  for (int i = 0; i < 100; i++) step(d, &plan);
+  for (int i = 0; i < 4; i++) send(d, 800, 20000, 1, 0);
+  for (int i = 0; i < 140; i++) step(d, &plan);
   int32_t id = send(d, 8000, 1, 1, 0);
+  assert_true(d->largest_step_us < 300000); /* the first prompts too */
   d->largest_step_us = 0;
   double started = d->now_us;
   while (d->streams[id].is_used) step(d, &plan);
@@ -256,10 +262,11 @@ static double high_class_p99(bool is_overloaded, double *low_tokens)
   struct alps_plan plan;
   struct device *d = open_device(options_of(4000, 20000));
   double next_high = 0, next_low = 0;
-  while (d->n_ttft[0] < 600) {
+  uint64_t high = 77; /* its own stream: the same high-class requests come whatever else does */
+  while (d->n_ttft[0] < 2000) {
     while (next_high <= d->now_us) {
-      send(d, 150 + (int32_t)(uniform(d) * 100), 20, 0, 1);
-      next_high += -log(1 - uniform(d)) * 400000;
+      send(d, 150 + (int32_t)(uniform_of(&high) * 100), 20, 0, 1);
+      next_high += -log(1 - uniform_of(&high)) * 400000;
     }
     while (is_overloaded && next_low <= d->now_us) {
       send(d, 200 + (int32_t)(uniform(d) * 400), 40, 2, 2); /* when the queue is full it is refused */
