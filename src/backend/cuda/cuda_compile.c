@@ -200,6 +200,12 @@ static enum sits_status check_dims(const struct program *program, struct sits_er
   if (d->n_embd % 8 || d->head_dim % 4 || (d->n_heads * d->head_dim) % 8 || d->head_dim > 256 || d->n_heads % d->n_kv_heads)
     return sits_fail(err, SITS_UNSUPPORTED, "cuda: width %d, heads %d of %d, head size %d are not supported", d->n_embd, d->n_heads,
                      d->n_kv_heads, d->head_dim);
+  for (int32_t i = 0; i < program->n_ops; i++) { /* a file's precision is kept or refused, never quietly another */
+    const struct act_format *act = program->ops[i].act;
+    if (act != NULL && act->kind != ACT_BACKEND && act->kind != ACT_FLOAT)
+      return sits_fail(err, SITS_UNSUPPORTED, "cuda: the model's file asks for %s activations, which this backend does not promise",
+                       act_kind_name(act->kind));
+  }
   return program_check(program, err);
 }
 
