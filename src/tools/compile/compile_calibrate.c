@@ -11,7 +11,7 @@
 
 #include "base/mapfile.h"
 #include "base/mem.h"
-#include "compile.h"
+#include "tools/compile/compile.h"
 #include "engine/runner.h"
 #include "text/tokenizer.h"
 

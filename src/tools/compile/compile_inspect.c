@@ -2,7 +2,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-#include "compile.h"
+#include "tools/compile/compile.h"
 
 static const char *quant_text(const struct sits_utd *utd, char *out, size_t n_bytes)
 {

@@ -9,7 +9,7 @@
 #include "backend/backend.h"
 #include "base/clock.h"
 #include "base/mem.h"
-#include "compile.h"
+#include "tools/compile/compile.h"
 #include "tensor/dequant.h"
 #include "tensor/gguf.h"
 

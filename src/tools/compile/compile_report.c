@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "compile.h"
+#include "tools/compile/compile.h"
 
 #define TOLERANCE 1.02
 

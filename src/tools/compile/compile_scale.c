@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "base/mem.h"
-#include "compile.h"
+#include "tools/compile/compile.h"
 #include "tensor/dequant.h"
 
 #define SAMPLE_ROWS 32               /* of each matrix */

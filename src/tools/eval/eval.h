@@ -52,6 +52,14 @@ double eval_logsumexp(const float *logits, int32_t n);
 /* Indexes of the k largest logits, best first, ties by lower index. */
 void eval_top(const float *logits, int32_t n, int32_t k, int32_t *out);
 
+/* The measure behind `perplexity` (rule in eval_perplexity.c); nll is the caller's, mem_free. */
+struct eval_score {
+  double *nll;                       /* [n_windows] sums over the scored half of each window */
+  int64_t n_windows, n_right, n_ids; /* n_right: predictions whose token had the largest logit; n_ids: of the whole text */
+  double seconds;
+};
+enum sits_status eval_score(const struct eval_options *options, struct eval_score *out, struct sits_error *err) SITS_MUST_CHECK;
+
 /* Commands: each prints its result on stdout. */
 enum sits_status eval_perplexity(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status eval_forced(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;

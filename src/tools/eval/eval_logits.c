@@ -8,7 +8,7 @@
 
 #include "base/json.h"
 #include "base/mem.h"
-#include "eval.h"
+#include "tools/eval/eval.h"
 
 /* ---- reading ids ---- */
 

@@ -1,7 +1,7 @@
 /* `sits2026-eval perplexity`: llama.cpp's measure, so that figures can be laid side by side. The text's ids are cut into windows of ctx
  * tokens; each is read alone, and the tokens ctx/2+1 .. ctx-1 are predicted, each given all before it in its window. Where the
  * tokenizer adds a BOS, it takes the place of each window's first token. Perplexity = exp(mean negative log-likelihood).
- * Entry point: eval_perplexity. */
+ * Entry points: eval_perplexity, which prints, and eval_score. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -10,7 +10,7 @@
 
 #include "base/clock.h"
 #include "base/mem.h"
-#include "eval.h"
+#include "tools/eval/eval.h"
 
 /* One window; *nll is the sum over its second half, *n_right how many of its tokens had the largest logit. */
 static enum sits_status score_window(struct eval_session *s, int32_t *tokens, int32_t ctx, double *nll, int64_t *n_right,
@@ -73,28 +73,40 @@ static void print_result(const struct eval_options *options, const double *nll, 
          n_windows * scored, seconds, rate);
 }
 
-enum sits_status eval_perplexity(const struct eval_options *options, struct sits_error *err)
+enum sits_status eval_score(const struct eval_options *options, struct eval_score *out, struct sits_error *err)
 {
   struct eval_session s;
   struct token_list ids = {0};
+  struct eval_score score = {0};
   int32_t ctx = (int32_t)options->ctx;
-  double *nll = NULL;
   int64_t max_rows = options->batch_tokens < ctx - 1 - ctx / 2 ? options->batch_tokens : ctx - 1 - ctx / 2;
   enum sits_status status = eval_session_open(&s, options, 1, ctx, (int32_t)max_rows, err);
   if (status) return status;
   status = eval_encode_file(s.tokenizer, options, &ids, err);
-  int64_t n_windows = ids.n / ctx - options->skip_windows;
-  if (options->windows > 0 && options->windows < n_windows) n_windows = options->windows;
-  if (!status && n_windows <= 0)
+  score.n_ids = ids.n;
+  score.n_windows = ids.n / ctx - options->skip_windows;
+  if (options->windows > 0 && options->windows < score.n_windows) score.n_windows = options->windows;
+  if (!status && score.n_windows <= 0)
     status = sits_fail_param(err, SITS_INVALID_ARGUMENT, "text", "the text's %" PRId64 " tokens hold no window of %d there", ids.n, ctx);
-  nll = mem_calloc(n_windows > 0 ? (size_t)n_windows : 0, sizeof *nll);
-  if (!status && !nll) status = sits_fail(err, SITS_NOMEM, "out of memory");
-  int64_t start_us = clock_monotonic_us(), n_right = 0;
-  for (int64_t i = 0; i < n_windows && !status; i++) status = score_window(&s, ids.ids + (options->skip_windows + i) * ctx, ctx, &nll[i],
-                                                                           &n_right, err);
-  if (!status) print_result(options, nll, n_windows, n_right, ids.n, (double)(clock_monotonic_us() - start_us) * 1e-6);
-  mem_free(nll);
+  score.nll = mem_calloc(score.n_windows > 0 ? (size_t)score.n_windows : 0, sizeof *score.nll);
+  if (!status && !score.nll) status = sits_fail(err, SITS_NOMEM, "out of memory");
+  int64_t start_us = clock_monotonic_us();
+  for (int64_t i = 0; i < score.n_windows && !status; i++)
+    status = score_window(&s, ids.ids + (options->skip_windows + i) * ctx, ctx, &score.nll[i], &score.n_right, err);
+  score.seconds = (double)(clock_monotonic_us() - start_us) * 1e-6;
   token_list_fini(&ids);
   eval_session_close(&s);
+  if (status) mem_free(score.nll);
+  else *out = score;
   return status;
+}
+
+enum sits_status eval_perplexity(const struct eval_options *options, struct sits_error *err)
+{
+  struct eval_score score;
+  enum sits_status status = eval_score(options, &score, err);
+  if (status) return status;
+  print_result(options, score.nll, score.n_windows, score.n_right, score.n_ids, score.seconds);
+  mem_free(score.nll);
+  return SITS_OK;
 }

@@ -4,7 +4,7 @@
 
 #include "base/mapfile.h"
 #include "base/mem.h"
-#include "eval.h"
+#include "tools/eval/eval.h"
 #include "tensor/source.h"
 
 static enum sits_status reserve(struct eval_session *s, struct sits_error *err)
