@@ -7,13 +7,16 @@ enum sits_status kv_swap_out(struct kv *kv, int32_t slot, struct kv_swapped *out
 {
   const struct kv_slot *s = &kv->slots[slot];
   assert(s->is_open);
-  if (s->n_pages == 0 || s->n_pages > kv->n_host_free) return SITS_AGAIN;
+  /* Whole pages only: one that is being filled may be kept more exactly than its bytes say, and the answer must not depend on a swap.
+   * The few tokens behind them are computed again. */
+  int32_t n_pages = s->n_tokens / KV_TOKENS;
+  if (n_pages == 0 || n_pages > kv->n_host_free) return SITS_AGAIN;
   int32_t head = kv->host_free, last = head;
-  for (int32_t i = 1; i < s->n_pages; i++) last = kv->host_next[last];
+  for (int32_t i = 1; i < n_pages; i++) last = kv->host_next[last];
   kv->host_free = kv->host_next[last];
   kv->host_next[last] = -1;
-  kv->n_host_free -= s->n_pages;
-  *out = (struct kv_swapped){.head = head, .n_pages = s->n_pages, .n_tokens = s->n_tokens};
+  kv->n_host_free -= n_pages;
+  *out = (struct kv_swapped){.head = head, .n_pages = n_pages, .n_tokens = n_pages * KV_TOKENS};
   return SITS_OK;
 }
 

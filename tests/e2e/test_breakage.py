@@ -1,11 +1,12 @@
 """Hostile and odd input found to break the daemon once. Each test names what went wrong."""
+import concurrent.futures
 import json
 import os
 import subprocess
 
 import pytest
 
-from conftest import BIN
+from conftest import BIN, TINY, start
 
 BODY = b'{"prompt":"a","max_tokens":1}'
 NEXT = b"GET /health HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n"
@@ -51,3 +52,21 @@ def test_a_fifo_as_model_is_refused(tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
     done = subprocess.run([BIN / "sits2026d", "--model", tmp_path / "model.gguf", "--port", "0"], capture_output=True, timeout=20)
     assert done.returncode == 1 and b"not a regular file" in done.stderr
+
+
+def test_int4_answers_do_not_depend_on_room_or_swapping(tmp_path_factory):
+    """A group of a page's former owner was folded over the page's new contents; half-filled pages were rounded by a swap."""
+    bodies = [{"prompt": [1] + [3 + (i * 37 + k * k * 11) % 509 for k in range(60 + 13 * i)], "max_tokens": 60 + 10 * i, "n": 10, "seed": i,
+               "temperature": 1, "ignore_eos": True} for i in range(8)]
+    texts = []
+    for options in (("--kv-cache-memory", "32M"), ("--kv-cache-memory", "400K", "--swap-space", "1M")):
+        server = start(tmp_path_factory, TINY, "--kv-cache-dtype", "int4", "--max-num-seqs", 32, *options)
+        try:
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                for _ in range(2):
+                    answers = list(pool.map(lambda body: server.json("/v1/completions", body), bodies))
+                    texts.append([[choice["text"] for choice in answer["choices"]] for _, answer in answers])
+            assert server.metric("num_preemptions_total") > 0 or "32M" in options
+        finally:
+            server.stop()
+    assert texts[0] == texts[1] == texts[2] == texts[3]

@@ -131,6 +131,7 @@ static void do_swap_out(struct world *w, struct sequence *s)
   for (int32_t i = 0; place >= 0; i++, place = kv_swap_next(w->kv, place)) memcpy(w->host[place], w->memory[pages[i]], sizeof w->host[0]);
   w->resting[at] = *s;
   do_close(w, s);
+  w->resting[at].n = w->swapped[at].n_tokens; /* whole pages */
   w->n_swaps++;
 }
 

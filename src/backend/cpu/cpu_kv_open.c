@@ -155,12 +155,14 @@ void cpu_kv_open_begin(struct backend_kv *kv, const struct backend_batch *batch,
     for (int32_t t = batch->seq_start[s]; t < t1;) {
       const int32_t position = batch->positions[t], before = position % o->tokens;
       const int32_t n = o->tokens - before < t1 - t ? o->tokens - before : t1 - t; /* of this group in this batch */
+      const int32_t page = batch->block_table[(int64_t)s * batch->table_stride + position / P];
+      const int32_t key = page * groups_per_page(o) + position % P / o->tokens;
       int32_t tile;
       if (before == 0 && n == o->tokens) {
+        if (o->slot_of[key] != NONE) forget(o, o->slot_of[key]); /* of the page's last owner: it must not be folded over this group */
         tile = -1 - n_scratch++;
       } else {
-        const int32_t page = batch->block_table[(int64_t)s * batch->table_stride + position / P];
-        tile = slot_for(kv, page * groups_per_page(o) + position % P / o->tokens, before);
+        tile = slot_for(kv, key, before);
         o->slots[tile].n_tokens = before + n;
       }
       for (int32_t i = 0; i < n; i++) tiles[t + i] = tile;
