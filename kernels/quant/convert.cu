@@ -22,7 +22,7 @@ SITS_DEV vec8 eight_f32(const float *p) {
 SITS_DEV vec8 swiglu(const vec8 &g, const vec8 &u) {
   vec8 r;
 #pragma unroll
-  for (int i = 0; i < 8; i++) r.v[i] = g.v[i] / (1.f + __expf(-g.v[i])) * u.v[i];
+  for (int i = 0; i < 8; i++) r.v[i] = __fdividef(g.v[i], 1.f + __expf(-g.v[i])) * u.v[i];
   return r;
 }
 

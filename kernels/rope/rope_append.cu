@@ -1,11 +1,11 @@
 /* q = rotate(norm(q)); k, v of every token of the step go to their pages in the codec's form.
  *
  * Arguments: struct k_rope_append (kernels.h).
- * Work split: grid.x takes eight tokens (up to 512 tokens: one). grid.y first: one query head, a warp per token (few tokens: eight heads,
- * a
- *   warp each). grid.y then: one KV head; a token that is the first of
- *   its 16-token block in this step brings the whole block (up to 16 tokens of one sequence), because int4 words hold nibbles of several
- *   tokens; the others are skipped. Words of a block that the step covers in part keep their other nibbles.
+ * Work split: grid.x takes eight tokens (up to 512 tokens: one). grid.y < G: one KV head; a token that is the first of its 16-token block
+ * in
+ *   this step brings the whole block (up to 16 tokens of one sequence), because int4 words hold nibbles of several tokens; the others are
+ *   skipped. Words of a block that the step covers in part keep their other nibbles. grid.y >= G: query heads, see rotate_queries. The KV
+ *   heads come first because they take longest.
  * Shared memory: 8 warps * D * 4 bytes, and for int4 16 * 2 D codes + scales.
  * Numerics: rotation f32; f16 saturates; int8 scale = max|x| / 127; int4 see kv_tile.cuh.
  * Limits: D <= 256, a multiple of 32 for int4 (a power of two there), of 8 otherwise.
@@ -15,7 +15,7 @@
 #include "common/launch.cuh"
 
 namespace {
-constexpr int MAX_D = 256, WARPS = 8, THREADS = 32 * WARPS;
+constexpr int MAX_D = 256, WARPS = 8, THREADS = 32 * WARPS, Q_HEADS = 4;
 
 /* RoPE and norm for head sizes that are no multiple of 32 (tiny models): one lane strides over the vector. */
 SITS_DEV void prepare_head_any(float *v, int d_head, int lane, const float *gain, float eps, const k_rope &rope, int position) {
@@ -163,15 +163,19 @@ SITS_DEV void store_words(uint8_t *tile, const uint8_t *codes, int d, int block,
   }
 }
 
-/* If token t0 is the first of its 16-token block in this step: the whole block. The CTA. */
+/* Is token t the first of its 16-token block in this step? */
+SITS_DEV bool begins_block(const k_rope_append &p, int t) {
+  const k_kv_view &kv = p.kv;
+  const int s = t < kv.n_tokens ? kv.token_seq[t] : -1;
+  if (s < 0 || (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1)) return false;
+  return (kv.positions[t] & 15) == 0 || t == kv.seq_start[s];
+}
+
+/* The whole 16-token block that begins with token t0 in this step. The CTA. */
 template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int head, int warp, int lane) {
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim;
-  const int s = kv.token_seq[t0];
-  if (s < 0) return;
-  const int begin = kv.seq_start[s], end = kv.seq_start[s + 1], position = kv.positions[t0];
-  if ((position & 15) && t0 != begin) return;
-  if (p.skip_single && end - begin == 1) return;
+  const int s = kv.token_seq[t0], end = kv.seq_start[s + 1], position = kv.positions[t0];
   const int n = min(end - t0, 16 - (position & 15)), slot0 = position & (K_PAGE_TOKENS - 1), block = slot0 >> 4, first = slot0 & 15;
   const int page = kv.block_table[(size_t)s * kv.table_stride + position / K_PAGE_TOKENS];
   uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
@@ -219,29 +223,54 @@ template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, ui
   __syncthreads();
 }
 
+/* Query heads. Few tokens (per_cta = 1): a warp per head of the CTA's token; many: a warp per token and four heads, whose loads are in
+ * flight
+ * together and which share the angles. What does not come from the predecessor is fetched before the wait. */
+template <int D> SITS_DEV void rotate_queries(const k_rope_append &p, float *v, int part, int per_cta, int warp, int lane) {
+  const k_kv_view &kv = p.kv;
+  const int d = D ? D : kv.head_dim, t = per_cta == 1 ? blockIdx.x : blockIdx.x * WARPS + warp;
+  const int head0 = per_cta == 1 ? part * WARPS + warp : part * Q_HEADS, n = min(per_cta == 1 ? 1 : Q_HEADS, kv.n_heads - head0);
+  bool is_active = t < kv.n_tokens && n > 0;
+  const int s = is_active ? kv.token_seq[t] : -1, position = is_active ? kv.positions[t] : 0;
+  is_active = s >= 0 && !(p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1);
+  const angles<D> turn = angles_at<D>(p, position, lane);
+  grid_wait();
+  if (!is_active) return;
+  __half *q = (__half *)p.q + ((size_t)t * kv.n_heads + head0) * d;
+  if constexpr (D > 0) {
+    float x[Q_HEADS][D / 32];
+#pragma unroll
+    for (int c = 0; c < Q_HEADS; c++)
+      if (c < n) fetch_head<D>(x[c], p, t, head0 + c, lane);
+#pragma unroll
+    for (int c = 0; c < Q_HEADS; c++) {
+      if (c >= n) break;
+      finish_head<D>(x[c], v, p, turn, head0 + c, lane);
+#pragma unroll
+      for (int j = 0; j < D / 32; j++) q[c * D + lane + j * 32] = __float2half_rn(saturate(x[c][j]));
+    }
+  } else {
+    for (int c = 0; c < n; c++) {
+      load_head<D>(v, p, t, position, turn, head0 + c, lane);
+      for (int e = lane; e < d; e += 32) q[c * d + e] = __float2half_rn(saturate(v[e]));
+    }
+  }
+}
+
 template <int D> __global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta) {
   extern __shared__ __align__(16) float shared[];
   grid_trigger();
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float *v = shared + warp * d;
-  const int q_rows = per_cta == 1 ? (kv.n_heads + WARPS - 1) / WARPS : kv.n_heads;
-  if ((int)blockIdx.y < q_rows) { /* one token and head a warp; what does not come from the predecessor is fetched before the wait */
-    const int t = per_cta == 1 ? blockIdx.x : blockIdx.x * WARPS + warp, head = per_cta == 1 ? blockIdx.y * WARPS + warp : blockIdx.y;
-    bool is_active = t < kv.n_tokens && head < kv.n_heads;
-    const int s = is_active ? kv.token_seq[t] : -1, position = is_active ? kv.positions[t] : 0;
-    is_active = s >= 0 && !(p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1);
-    const angles<D> turn = angles_at<D>(p, position, lane);
-    grid_wait();
-    if (!is_active) return;
-    load_head<D>(v, p, t, position, turn, head, lane);
-    for (int e = lane; e < d; e += 32) ((__half *)p.q)[((size_t)t * kv.n_heads + head) * d + e] = __float2half_rn(saturate(v[e]));
+  if ((int)blockIdx.y >= kv.n_kv_heads) {
+    rotate_queries<D>(p, v, blockIdx.y - kv.n_kv_heads, per_cta, warp, lane);
     return;
   }
-  grid_wait();
   uint8_t *codes = (uint8_t *)(shared + WARPS * d); /* [16][2][D] */
-  for (int t = blockIdx.x * per_cta; t < min((int)(blockIdx.x + 1) * per_cta, kv.n_tokens); t++)
-    append_block<D>(p, v, codes, t, blockIdx.y - q_rows, warp, lane);
+  uint32_t starts = __ballot_sync(~0u, lane < per_cta && begins_block(p, blockIdx.x * per_cta + lane));
+  grid_wait();
+  for (; starts; starts &= starts - 1) append_block<D>(p, v, codes, blockIdx.x * per_cta + __ffs(starts) - 1, blockIdx.y, warp, lane);
 }
 
 /* Element index of (row, channel) of one KV head's gathered keys or values. */
@@ -306,7 +335,8 @@ extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream
   if (d > MAX_D || (is_int4 && (d % 32 || (d & (d - 1))))) return cudaErrorInvalidValue;
   const size_t smem = (size_t)d * 4 * WARPS + (is_int4 ? 32 * d : 0);
   /* Few tokens: a CTA per token, so that nothing is done in turn; many: a warp per token, or empty CTAs would cost more than the work. */
-  const int per_cta = a->kv.n_tokens <= 512 ? 1 : WARPS, q_rows = per_cta == 1 ? (a->kv.n_heads + WARPS - 1) / WARPS : a->kv.n_heads;
+  const int per_cta = a->kv.n_tokens <= 512 ? 1 : WARPS, q_each = per_cta == 1 ? WARPS : Q_HEADS;
+  const int q_rows = (a->kv.n_heads + q_each - 1) / q_each;
   return launch_kernel(d == 128  ? rope_append_kernel<128>
                        : d == 64 ? rope_append_kernel<64>
                                  : rope_append_kernel<0>,
