@@ -61,7 +61,11 @@ static int32_t site_of(const struct model *model, const struct program_op *op)
   }
 ADD_OUTER(add_outer_plain, )
 #if defined(__x86_64__)
+#if defined(__clang__) /* which vectorises at -O2 already */
+ADD_OUTER(add_outer_avx2, __attribute__((target("avx2,fma"))))
+#else
 ADD_OUTER(add_outer_avx2, __attribute__((target("avx2,fma"), optimize("O3"))))
+#endif
 #endif
 
 static void add_outer(float *h, const float *x, int32_t n_tokens, int32_t width)
