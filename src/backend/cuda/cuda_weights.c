@@ -5,6 +5,8 @@
  *   Q4_0                 K_W4_G32M            scale = d, minimum = -8 d (exact)
  *   Q4_1                 K_W4_G32M            scale = d, minimum = m (exact)
  *   Q4_K                 K_W4_G32M            scale = d * sc, minimum = -dmin * mn (each rounded to f16 once)
+ *   I4, groups of 32 n   K_W4_G32M            the group's scale and minimum, -8 scale where there is none (exact)
+ *   I4, groups of 128 n  K_W4_G128            the group's scale (exact); without minimums only
  *   I4, no data          K_W4_G128            random (synthetic models)
  *   others               f16 rows             rounded to f16
  * A weight of several parts is 4-bit only when all its parts are. Rows are packed by all cores into host memory, then copied.
@@ -27,9 +29,27 @@ static bool is_four_bit(const struct sits_utd *utd)
   case SITS_DTYPE_Q4_0:
   case SITS_DTYPE_Q4_1: return true;
   case SITS_DTYPE_Q4_K: return utd->dims[1] % 256 == 0;
-  case SITS_DTYPE_I4: return utd->data == NULL;
+  case SITS_DTYPE_I4: return utd->data == NULL || utd->dims[1] % 32 == 0;
   default: return false;
   }
+}
+
+/* I4 in long symmetric groups: scales of 128 columns, as the faster format wants. */
+static bool has_long_groups(const struct sits_utd *utd)
+{
+  return utd->dtype == SITS_DTYPE_I4 &&
+         (utd->data == NULL || (utd->minimums == NULL && (utd->quant == SITS_QUANT_CHANNEL || utd->group_size % K_GROUP == 0)));
+}
+
+/* Elements that share a scale, for weights whose scales lie beside their integers. */
+static int64_t group_of(const struct sits_utd *utd) { return utd->quant == SITS_QUANT_GROUP ? utd->group_size : utd->dims[1]; }
+
+/* Integers with f16 scales along the rows; what engine files hold. */
+static bool is_neutral(const struct sits_utd *utd)
+{
+  if ((utd->dtype != SITS_DTYPE_I4 && utd->dtype != SITS_DTYPE_I8) || utd->scales == NULL || utd->scale_dtype != SITS_DTYPE_F16)
+    return false;
+  return utd->quant == SITS_QUANT_CHANNEL || (utd->group_axis == 1 && utd->group_size > 0 && utd->group_size % 32 == 0);
 }
 
 static int32_t part_rows(const struct cuda_weight *w, int32_t i) { return (int32_t)w->parts[i].weight->dims[0]; }
@@ -37,24 +57,26 @@ static int32_t part_rows(const struct cuda_weight *w, int32_t i) { return (int32
 enum sits_status cuda_weight_plan(struct cuda_weight *w, struct sits_error *err)
 {
   const struct sits_utd *first = w->parts[0].weight;
-  bool is_w4 = true;
+  bool is_w4 = true, has_long = true;
   w->rows = 0;
   w->cols = (int32_t)first->dims[1];
   for (int32_t i = 0; i < w->n_parts; i++) {
     const struct sits_utd *utd = w->parts[i].weight;
     if (utd->n_dims != 2 || utd->layout != SITS_LAYOUT_ROW_MAJOR || utd->dims[0] > (1 << 26) || utd->dims[1] > (1 << 20))
       return sits_fail(err, SITS_UNSUPPORTED, "cuda: %s: layout or shape not supported", utd->name);
-    if (utd->quant != SITS_QUANT_NONE && utd->data != NULL)
-      return sits_fail(err, SITS_UNSUPPORTED, "cuda: %s: external scales are not supported", utd->name);
-    if ((utd->data == NULL) != (utd->dtype == SITS_DTYPE_I4))
+    if (utd->quant != SITS_QUANT_NONE && utd->data != NULL && !is_neutral(utd))
+      return sits_fail(err, SITS_UNSUPPORTED, "cuda: %s: I4 and I8 are taken in groups of a multiple of 32 with f16 scales", utd->name);
+    if ((utd->data == NULL && utd->dtype != SITS_DTYPE_I4) ||
+        (utd->data != NULL && utd->dtype == SITS_DTYPE_I4 && utd->quant == SITS_QUANT_NONE))
       return sits_fail(err, SITS_UNSUPPORTED, "cuda: %s: type %s not supported here", utd->name, sits_dtype_info(utd->dtype)->name);
+    has_long = has_long && has_long_groups(utd);
     is_w4 = is_w4 && is_four_bit(utd) && (utd->data == NULL) == (first->data == NULL);
     w->rows += (int32_t)utd->dims[0];
   }
   if (first->data == NULL && !is_w4) return sits_fail(err, SITS_UNSUPPORTED, "cuda: %s: synthetic and real parts mixed", first->name);
   if (w->is_interleaved) w->rows = (part_rows(w, 0) + 7) / 8 * 16;
   w->form = is_w4 ? CUDA_W4 : CUDA_F16;
-  w->format = first->data == NULL ? K_W4_G128 : K_W4_G32M;
+  w->format = has_long ? K_W4_G128 : K_W4_G32M;
   return SITS_OK;
 }
 
@@ -91,9 +113,17 @@ static float load_half(const uint8_t *p)
   return half_to_float(h);
 }
 
-/* Group g (32 columns) of a row: codes 0..15, scale and minimum. */
-static void read_group(const struct sits_utd *utd, const uint8_t *row, int32_t g, uint8_t codes[32], float *scale, float *minimum)
+/* Group g (32 columns) of row `at`: codes 0..15, scale and minimum. */
+static void read_group(const struct sits_utd *utd, int32_t at, const uint8_t *row, int32_t g, uint8_t codes[32], float *scale,
+                       float *minimum)
 {
+  if (utd->dtype == SITS_DTYPE_I4) { /* element 2i in the low half of byte i */
+    const int64_t group = group_of(utd), n_groups = (utd->dims[1] + group - 1) / group, s = at * n_groups + (int64_t)g * 32 / group;
+    *scale = load_half((const uint8_t *)utd->scales + 2 * s);
+    *minimum = utd->minimums != NULL ? load_half((const uint8_t *)utd->minimums + 2 * s) : -8.f * *scale;
+    for (int32_t i = 0; i < 16; i++) codes[2 * i] = row[g * 16 + i] & 15, codes[2 * i + 1] = row[g * 16 + i] >> 4;
+    return;
+  }
   if (utd->dtype == SITS_DTYPE_Q4_K) { /* 256 elements: d, dmin, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles */
     const uint8_t *block = row + (size_t)(g / 8) * 144, *s = block + 4, *q = block + 16 + (g % 8) / 2 * 32;
     const int32_t j = g % 8;
@@ -120,14 +150,18 @@ static void put_half(uint8_t *at, float x)
 static void pack_row_w4(const struct cuda_weight *w, uint8_t *tile, int32_t r, const struct sits_utd *utd, int32_t at)
 {
   const uint8_t *row = (const uint8_t *)utd->data + (size_t)at * (utd->n_bytes / (size_t)utd->dims[0]);
+  const bool is_long = w->format == K_W4_G128;
   uint8_t codes[32];
   float scale, minimum;
   for (int32_t g = 0; g < w->cols / 32; g++) {
-    uint8_t *unit = tile + (size_t)(g / 4) * K_W4_G32M_UNIT,
-            *scales = unit + K_W4_NIBBLE_BYTES + (g % 4) * 64 + (r & 7) * 8 + (r >> 3) * 4;
-    read_group(utd, row, g, codes, &scale, &minimum);
-    put_half(scales, scale);
-    put_half(scales + 2, minimum);
+    uint8_t *unit = tile + (size_t)(g / 4) * (size_t)k_w4_unit_bytes(w->format), *scales = unit + K_W4_NIBBLE_BYTES;
+    read_group(utd, at, row, g, codes, &scale, &minimum);
+    if (is_long)
+      put_half(scales + (r & 7) * 4 + (r >> 3) * 2, scale);
+    else {
+      put_half(scales + (g % 4) * 64 + (r & 7) * 8 + (r >> 3) * 4, scale);
+      put_half(scales + (g % 4) * 64 + (r & 7) * 8 + (r >> 3) * 4 + 2, minimum);
+    }
     for (int32_t i = 0; i < 32; i++) {
       int32_t word, rotate;
       uint32_t bits, q = codes[i];
@@ -147,7 +181,10 @@ static void pack_row_f16(const struct cuda_weight *w, uint16_t *out, const struc
     memcpy(out, row, row_bytes);
     return;
   }
-  dequant_row(utd->dtype, row, w->cols, scratch);
+  if (utd->quant != SITS_QUANT_NONE)
+    dequant_tensor_row(utd, at, scratch);
+  else
+    dequant_row(utd->dtype, row, w->cols, scratch);
   for (int32_t c = 0; c < w->cols; c++) {
     const float x = scratch[c] > 65504.f ? 65504.f : scratch[c] < -65504.f ? -65504.f : scratch[c];
     out[c] = float_to_half(x);
