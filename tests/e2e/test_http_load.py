@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from conftest import TINY, read_response
+from conftest import SLOW, TINY, read_response
 
 aiohttp = pytest.importorskip("aiohttp")
 TEXT = "/v1/completions"
@@ -52,7 +52,7 @@ async def one_stream(session, url, i, n_tokens):
 
 async def many_streams(url, n_streams, n_tokens):
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=240)) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=240 * SLOW)) as session:
         await asyncio.gather(*(one_stream(session, url, i, n_tokens) for i in range(n_streams)))
 
 
@@ -63,7 +63,7 @@ def test_512_streams_all_finish(loaded):
     p99, total = quantile_of(loaded, "delivery_latency_seconds", 0.99)
     p50, _ = quantile_of(loaded, "delivery_latency_seconds", 0.5)
     print(f"\n{N_STREAMS} streams x 100 tokens: {seconds:.1f} s, {total} deliveries, p50 <= {p50 * 1000:g} ms, p99 <= {p99 * 1000:g} ms")
-    assert total > N_STREAMS
+    assert total > N_STREAMS and p50 <= 0.05 * SLOW  # 3 ms and a p99 of 10 ms on two idle cores; the bound leaves room for neighbours
     loaded.wait_quiet()
 
 
