@@ -2,7 +2,7 @@
 
 Usage: cpu_vs_llama_cpp.py MODEL.gguf [--threads 2] [--rounds 3] [--json OUT]
 Measures prefill of 512 tokens, decode at batch 1, and 8 parallel decodes (total tokens/s). Each round runs ours, then theirs; the figures
-are medians over rounds, the ratio is of the medians. Needs llama-cpp-python (built with native flags) and build/release/bin.
+and the ratio are medians over rounds, the ratio taken pair by pair so that a machine whose speed drifts does not bend it. Needs llama-cpp-python (built with native flags) and build/release/bin.
 """
 import argparse
 import ctypes
@@ -97,8 +97,9 @@ def main():
     table = {}
     for key in ("prefill", "decode_1", f"decode_{PARALLEL}"):
         a, b = (statistics.median(r[side][key] for r in rounds) for side in ("sits2026", "llama_cpp"))
-        table[key] = {"sits2026_tokens_per_s": round(a, 1), "llama_cpp_tokens_per_s": round(b, 1), "ratio": round(a / b, 3)}
-        print(f"{key:10}  sits2026 {a:9.1f}  llama.cpp {b:9.1f} tokens/s  ratio {a / b:.2f}")
+        ratio = statistics.median(r["sits2026"][key] / r["llama_cpp"][key] for r in rounds)
+        table[key] = {"sits2026_tokens_per_s": round(a, 1), "llama_cpp_tokens_per_s": round(b, 1), "ratio": round(ratio, 3)}
+        print(f"{key:10}  sits2026 {a:9.1f}  llama.cpp {b:9.1f} tokens/s  ratio {ratio:.2f}")
     if given.json:
         import llama_cpp
         commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
