@@ -2,7 +2,8 @@
 
 Usage: cpu_vs_llama_cpp.py MODEL.gguf [--threads 2] [--rounds 3] [--json OUT]
 Measures prefill of 512 tokens, decode at batch 1, and 8 parallel decodes (total tokens/s). Each round runs ours, then theirs; the figures
-and the ratio are medians over rounds, the ratio taken pair by pair so that a machine whose speed drifts does not bend it. Needs llama-cpp-python (built with native flags) and build/release/bin.
+and the ratio are medians over rounds, the ratio taken pair by pair so that a machine whose speed drifts does not bend it. Needs
+llama-cpp-python (built with native flags) and build/release/bin.
 """
 import argparse
 import ctypes
