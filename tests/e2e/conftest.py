@@ -79,7 +79,7 @@ class Server:
     # -- raw HTTP, so that nothing is hidden by a client library --
 
     def connect(self, timeout=60):
-        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout * SLOW)
 
     def raw(self, data, timeout=60, half_close=False):
         """Send bytes, read until the server closes or the first answer is complete; (status, headers, body)."""

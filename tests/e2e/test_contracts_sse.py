@@ -148,7 +148,7 @@ def test_ping_comments_while_a_stream_is_silent(launch):
             "prompt": "Once",
             "max_tokens": 500,
             "ignore_eos": True
-        }) for _ in range(40)
+        }) for _ in range(20)
     ]
     busy.start()
     for thread in threads:

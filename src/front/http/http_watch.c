@@ -2,9 +2,9 @@
  *
  * libmicrohttpd does not look at a suspended connection, so a client that leaves while it waits would go unnoticed until the next write.
  * The set holds each socket with EPOLLRDHUP once; a hang-up or half-close ends the request's call within a step. (A client that closes its
- * sending side after the request therefore counts as gone.) Events carry the request's number, never a pointer. Once a second the thread
- * also sends a comment on streams that have been silent for long, so that proxies and clients see life, and cuts requests whose body takes
- * too long to arrive. */
+ * sending side after the request therefore counts as gone.) Events carry the request's number, never a pointer. A few times a second the
+ * thread also sends a comment on streams that have been silent for long, so that proxies and clients see life, and cuts requests whose body
+ * takes too long to arrive. */
 #include <errno.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -15,7 +15,7 @@
 #include "base/clock.h"
 #include "front/http/http_internal.h"
 
-#define TICK_MS 1000
+#define TICK_MS 250
 #define STOP_NUMBER 0 /* request numbers start at 1 */
 
 static struct http_request **bucket(struct http_server *server, uint64_t number) { return &server->watched[number % HTTP_WATCH_BUCKETS]; }
