@@ -4,7 +4,6 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#include <stdbool.h>
 #include <string.h>
 
 static const char *const isa_names[CPU_ISA_COUNT] = {"scalar", "avx2", "avx512"};
@@ -30,6 +29,16 @@ enum cpu_isa cpu_isa_best(void)
   return CPU_AVX2;
 #else
   return CPU_SCALAR;
+#endif
+}
+
+bool cpu_isa_prefetches(void)
+{
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
+#else
+  return false;
 #endif
 }
 

@@ -3,6 +3,8 @@
 #ifndef SITS_BACKEND_CPU_CPU_ISA_H
 #define SITS_BACKEND_CPU_CPU_ISA_H
 
+#include <stdbool.h>
+
 #include "sits2026/status.h"
 
 enum cpu_isa {
@@ -14,6 +16,11 @@ enum cpu_isa {
 
 /* The highest level that this processor and its operating system run. Thread-safe. */
 enum cpu_isa cpu_isa_best(void);
+
+/* Whether a kernel that reads one long stream should prefetch along it by hand: true on Intel, whose streams of a few loads in flight
+ * per core fall short of the memory (bench/NOTES.md: a quarter of the decode rate), false elsewhere, where the instructions only take the
+ * place of loads. Thread-safe. */
+bool cpu_isa_prefetches(void);
 
 const char *cpu_isa_name(enum cpu_isa isa); /* "scalar", "avx2", "avx512" */
 

@@ -15,6 +15,7 @@
 #include "backend/cpu/cpu_matmul_avx2.h"
 
 #define INLINE static inline __attribute__((always_inline))
+#define PREFETCH_BYTES 2048
 #define W 8                         /* rows of a tile */
 #define PANEL_GROUPS 64
 #define TILE_TOKENS 4
@@ -161,6 +162,7 @@ INLINE void direct(CPU_FORMAT_PARAMS, int n, const struct cpu_weight *w, const u
   __m256 sum[TILE_TOKENS];
   for (int t = 0; t < n; t++) sum[t] = _mm256_setzero_ps();
   for (int64_t g = 0; g < groups; g += CPU_CHUNK_GROUPS, chunk += CPU_CHUNK_BYTES) {
+    for (int i = 0; w->prefetches && i < CPU_CHUNK_BYTES; i += 64) _mm_prefetch((const char *)chunk + PREFETCH_BYTES + i, _MM_HINT_T0);
     for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++, rec += CPU_RECORD_BYTES * n, second += CPU_SECOND_BYTES * n) {
       struct group q;
       unpack(CPU_FORMAT_ARGS, chunk, j, &q);

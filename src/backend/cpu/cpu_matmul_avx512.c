@@ -24,7 +24,7 @@
 #define MOST_DIRECT (low == 8 ? 24 : 48) /* largest batch without a panel; row sums cost bytes more than nibbles */
 
 #define PREFETCH_BYTES 2048
-#define PREFETCH_FROM 6             /* tokens; with fewer, loads run far enough ahead by themselves and prefetches only take their place */
+#define PREFETCH_FROM 6             /* tokens; with fewer, loads run far enough ahead by themselves, but on Intel (w->prefetches) */
 
 struct group {
   __m512i w[CPU_VECTORS];
@@ -160,14 +160,15 @@ INLINE void direct(CPU_FORMAT_PARAMS, int n, int nt, const struct cpu_weight *w,
   const int64_t groups = w->k / CPU_GROUP;
   const size_t act_tile = cpu_act_tile_bytes_q8(w->k, n);
   const uint8_t *chunk = tile, *rec = act, *second = act + groups * CPU_RECORD_BYTES * n;
+  const bool prefetches = nt >= PREFETCH_FROM || w->prefetches;
   __m512 sum[DIRECT_TOKENS];
   for (int t = 0; t < nt; t++) sum[t] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; g += CPU_CHUNK_GROUPS, chunk += CPU_CHUNK_BYTES) {
     const char *ahead = (const char *)chunk + PREFETCH_BYTES;
-    for (int i = 0; nt >= PREFETCH_FROM && i < CPU_HEADER_BYTES; i += 64, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+    for (int i = 0; prefetches && i < CPU_HEADER_BYTES; i += 64, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
     for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++, rec += CPU_RECORD_BYTES * n, second += CPU_SECOND_BYTES * n) {
       struct group q;
-      for (int i = 0; nt >= PREFETCH_FROM && i < low + high; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+      for (int i = 0; prefetches && i < low + high; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
       unpack(CPU_FORMAT_ARGS, chunk, j, &q);
       add_group(halves, mins, &q, rec, second, n, nt > 4 ? 4 : nt, sum);
       if (nt > 4) add_group(halves, mins, &q, rec + act_tile, second + act_tile, n, nt - 4, sum + 4);

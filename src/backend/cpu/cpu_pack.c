@@ -89,6 +89,7 @@ static enum sits_status describe(const struct sits_utd *u, enum cpu_isa isa, str
   w->rows = u->dims[0];
   w->k = u->dims[1];
   w->tile = w->ops->tile;
+  w->prefetches = cpu_isa_prefetches();
   plan_layout(w);
   return SITS_OK;
 }

@@ -89,6 +89,7 @@ struct cpu_weight {
   size_t n_bytes;
   uint8_t *data;
   bool owns_data;
+  bool prefetches;                    /* cpu_isa_prefetches */
 };
 
 /* Kernels of one level. act and y as in cpu_matmul; rows by tile: t0..t1. */
