@@ -3,7 +3,8 @@
 Usage: cpu_vs_llama_cpp.py MODEL.gguf [--threads 2] [--rounds 3] [--json OUT]
 Measures prefill of 512 tokens, decode at batch 1, and 8 parallel decodes (total tokens/s). Each round runs ours, then theirs; the figures
 and the ratio are medians over rounds, the ratio taken pair by pair so that a machine whose speed drifts does not bend it. Needs
-llama-cpp-python (built with native flags) and build/release/bin.
+llama-cpp-python (built with native flags; without AMX where its AMX kernels crash) and build/release/bin. The read bandwidth of the machine
+is measured in every round too (bench_cpu_matmul), and decode of one sequence is given as a share of it: file bytes a token.
 """
 import argparse
 import ctypes
@@ -74,11 +75,22 @@ class Theirs:
         return out
 
 
+def binary(name):
+    return pathlib.Path(os.environ.get("SITS_BIN", ROOT / "build/release/bin")) / name
+
+
+def read_bandwidth(threads):
+    """Bytes per second that `threads` cores read from memory."""
+    said = subprocess.run([binary("bench_cpu_matmul"), "--threads", str(threads), "--types", "none"], check=True,
+                          capture_output=True, text=True)
+    return float(said.stdout.split("read ")[1].split()[0]) * 1e9
+
+
 def ours(path, threads):
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        binary = pathlib.Path(os.environ.get("SITS_BIN", ROOT / "build/release/bin")) / "sits2026-bench"
-        subprocess.run([binary, "throughput", "--model", path, "--device", "cpu", "--threads", str(threads), "--prefill", str(PREFILL),
-                        "--batch", f"1,{PARALLEL}", "--context", str(CONTEXT), "--steps", str(STEPS), "--max-batch-tokens", str(PREFILL),
+        subprocess.run([binary("sits2026-bench"), "throughput", "--model", path, "--device", "cpu", "--threads", str(threads),
+                        "--prefill", str(PREFILL), "--batch", f"1,{PARALLEL}", "--context", str(CONTEXT), "--steps", str(STEPS),
+                        "--max-batch-tokens", str(PREFILL),
                         "--json", out.name], check=True, stderr=subprocess.DEVNULL)
         got = json.load(open(out.name))
     return {"prefill": got["prefill"][0]["tokens_per_s"], **{f"decode_{d['batch']}": d["tokens_per_s"] for d in got["decode"]}}
@@ -93,7 +105,8 @@ def main():
     given = parser.parse_args()
     theirs, rounds = Theirs(given.model, given.threads), []
     for i in range(given.rounds):
-        rounds.append({"sits2026": ours(given.model, given.threads), "llama_cpp": theirs.run()})
+        rounds.append({"sits2026": ours(given.model, given.threads), "llama_cpp": theirs.run(),
+                       "read_bytes_per_s": read_bandwidth(given.threads)})
         print(f"round {i + 1}: {json.dumps(rounds[-1])}", file=sys.stderr)
     table = {}
     for key in ("prefill", "decode_1", f"decode_{PARALLEL}"):
@@ -101,12 +114,18 @@ def main():
         ratio = statistics.median(r["sits2026"][key] / r["llama_cpp"][key] for r in rounds)
         table[key] = {"sits2026_tokens_per_s": round(a, 1), "llama_cpp_tokens_per_s": round(b, 1), "ratio": round(ratio, 3)}
         print(f"{key:10}  sits2026 {a:9.1f}  llama.cpp {b:9.1f} tokens/s  ratio {ratio:.2f}")
+    bytes_a_token = os.path.getsize(given.model)
+    for side in ("sits2026", "llama_cpp"):
+        share = statistics.median(r[side]["decode_1"] * bytes_a_token / r["read_bytes_per_s"] for r in rounds)
+        table["decode_1"][f"{side}_share_of_read"] = round(share, 3)
+        print(f"{side}: one sequence reads {100 * share:.0f} % of the measured read bandwidth")
     if given.json:
         import llama_cpp
         commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
         json.dump({"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": commit, "cpu": cpu,
                    "threads": given.threads, "model": pathlib.Path(given.model).name, "llama_cpp_python": llama_cpp.__version__,
+                   "llama_cpp_system": llama_cpp.llama_print_system_info().decode(), "bytes_a_token": bytes_a_token,
                    "command": "bench/cpu_vs_llama_cpp.py " + pathlib.Path(given.model).name, "median": table, "rounds": rounds},
                   open(given.json, "w"), indent=1)
 
