@@ -65,7 +65,16 @@ enum sits_status compile_site_act(const struct quant_recipe *recipe, const struc
                                   const struct compile_stats *stats, struct act_format *out, struct sits_error *err) SITS_MUST_CHECK;
 int32_t compile_site_width(const struct model *model, int32_t site);
 
-enum sits_status compile_run(const struct compile_options *options, struct sits_error *err) SITS_MUST_CHECK;
+/* What a compilation came to. */
+struct compile_result {
+  char recipe[64];
+  uint64_t weight_bytes;             /* integers, scales and minimums of all matrices */
+  double share_4x4;                  /* of the layers' multiply-adds */
+  int32_t n_scaled;                  /* sites whose channels were scaled */
+  double seconds;
+};
+/* The file of options->output, and, unless options->quiet, the report on stdout. */
+enum sits_status compile_run(const struct compile_options *options, struct compile_result *out, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status compile_inspect(const char *path, struct sits_error *err) SITS_MUST_CHECK;
 
 /* Text to stdout, and JSON to path where it is not NULL. */

@@ -4,7 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 
 #include "backend/backend.h"
 #include "base/clock.h"
@@ -409,19 +408,15 @@ static enum sits_status write_file(struct compilation *c, struct sits_error *err
   return status ? status : engine_writer_finish(c->writer, c->meta, c->options->output, err);
 }
 
-static void print_summary(const struct compilation *c, int64_t start_us)
+static void summarise(const struct compilation *c, int64_t start_us, struct compile_result *out)
 {
-  struct rusage usage = {0};
-  uint64_t n_bytes = 0;
+  *out = (struct compile_result){.share_4x4 = share_4x4(c), .n_scaled = c->scales.n_scaled,
+                                 .seconds = (double)(clock_monotonic_us() - start_us) * 1e-6};
+  memcpy(out->recipe, c->recipe.name, sizeof out->recipe);
   for (int64_t i = 0; i < c->n_matrices; i++) {
     const struct sits_utd *u = &c->matrices[i].made.utd;
-    n_bytes += u->n_bytes + (uint64_t)engine_file_n_groups(u) * (u->minimums ? 4 : 2);
+    out->weight_bytes += u->n_bytes + (uint64_t)engine_file_n_groups(u) * (u->minimums ? 4 : 2);
   }
-  getrusage(RUSAGE_SELF, &usage);
-  printf("%s: recipe %s, %.1f MB of weights, %.1f %% of the layers' multiply-adds 4x4 bits, %d inputs scaled, %.1f s, "
-         "peak memory %.0f MB\n",
-         c->options->output, c->recipe.name, (double)n_bytes * 1e-6, 100 * share_4x4(c), c->scales.n_scaled,
-         (double)(clock_monotonic_us() - start_us) * 1e-6, (double)usage.ru_maxrss / 1024);
 }
 
 static void compilation_fini(struct compilation *c)
@@ -454,7 +449,7 @@ static bool wants_scaling(const struct compilation *c)
   return false;
 }
 
-enum sits_status compile_run(const struct compile_options *options, struct sits_error *err)
+enum sits_status compile_run(const struct compile_options *options, struct compile_result *out, struct sits_error *err)
 {
   struct compilation c = {.options = options};
   const int64_t start_us = clock_monotonic_us();
@@ -472,7 +467,7 @@ enum sits_status compile_run(const struct compile_options *options, struct sits_
   if (!status) status = make_matrices(&c, err);
   if (!status) status = write_file(&c, err);
   if (!status) status = compile_report(c.matrices, c.n_matrices, options->report, options->quiet, err);
-  if (!status) print_summary(&c, start_us);
+  if (!status) summarise(&c, start_us, out);
   compilation_fini(&c);
   return status;
 }

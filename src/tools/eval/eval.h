@@ -1,10 +1,12 @@
-/* sits2026-eval: what a model computes, straight from a backend: perplexity, teacher-forced logits, greedy continuations, token ids.
+/* sits2026-eval: what a model computes, straight from a backend: perplexity, several recipes side by side, multiple choice, teacher-forced
+ * logits, greedy continuations, token ids.
  *
  * A session owns an open runner with page memory for a few sequences, each in a fixed run of pages (no sharing, no pool), and turns
  * pieces of sequences into backend batches. One thread. */
 #ifndef SITS_TOOLS_EVAL_H
 #define SITS_TOOLS_EVAL_H
 
+#include <jansson.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -13,9 +15,9 @@
 #include "text/tokenizer.h"
 
 struct eval_options {
-  const char *model, *text, *ids, *prompts, *out;
+  const char *model, *models, *text, *ids, *prompts, *tasks, *out, *calibration;
   const char *device, *isa, *kv_cache_dtype;
-  int64_t threads, ctx, windows, skip_windows, batch_tokens, top, max_tokens;
+  int64_t threads, ctx, windows, skip_windows, batch_tokens, top, max_tokens, calibration_windows;
   bool json, unfused, add_special, parse_special, ignore_eos;
 };
 
@@ -52,7 +54,39 @@ double eval_logsumexp(const float *logits, int32_t n);
 /* Indexes of the k largest logits, best first, ties by lower index. */
 void eval_top(const float *logits, int32_t n, int32_t k, int32_t *out);
 
-/* The measure behind `perplexity` (rule in eval_perplexity.c); nll is the caller's, mem_free. */
+/* Mean log(p / q) under p, for p and q given by logits and their logsumexp: the Kullback-Leibler divergence of q from p, in nats. */
+double eval_divergence(const float *p, double p_total, const float *q, double q_total, int32_t n);
+
+/* Rows of logits of one window, in the order of positions: fn sees row `index` of ctx-1-ctx/2, [V], and the id that follows there. */
+typedef void (*eval_row_fn)(void *user, int32_t index, const float *row, int32_t wanted);
+/* Read one window of ctx ids (rule in eval_window.c) and hand out its scored rows. *compute_us grows by the time the backend took. */
+enum sits_status eval_window(struct eval_session *session, int32_t *tokens, int32_t ctx, eval_row_fn fn, void *user, int64_t *compute_us,
+                             struct sits_error *err) SITS_MUST_CHECK;
+static inline int32_t eval_scored(int64_t ctx) { return (int32_t)(ctx - 1 - ctx / 2); } /* rows of a window */
+/* Windows of n_ids that the options ask for; SITS_INVALID_ARGUMENT when there is none. */
+enum sits_status eval_count_windows(const struct eval_options *options, int64_t n_ids, int64_t *out, struct sits_error *err)
+    SITS_MUST_CHECK;
+
+/* A model that stands in a list beside others: an item of --models, opened. */
+struct eval_contender {
+  char name[96];                     /* as given, without folders */
+  char kv[16];                       /* how its cache is stored */
+  char path[4096];                   /* of the model or engine file */
+  bool is_temporary;                 /* compiled here: removed by eval_contenders_close */
+  double compile_s;
+  struct eval_session session;       /* open between eval_contender_open and its close */
+};
+enum { EVAL_MOST_CONTENDERS = 64 };
+/* Split options->models, "ITEM[@KV],...": an ITEM that is a built-in recipe or ends in .yaml is compiled from options->model into a
+ * temporary file (equal ones once), any other is the path of a model. Sessions stay closed. SITS_CONFIG names the item. */
+enum sits_status eval_contenders_list(const struct eval_options *options, struct eval_contender **out, int32_t *n, struct sits_error *err)
+    SITS_MUST_CHECK;
+enum sits_status eval_contender_open(struct eval_contender *contender, const struct eval_options *options, int32_t max_length,
+                                     int32_t max_rows, struct sits_error *err) SITS_MUST_CHECK;
+void eval_contenders_close(struct eval_contender *list, int32_t n); /* NULL is fine */
+uint64_t eval_weight_bytes(const struct eval_session *session); /* all tensors with their scales and minimums, as stored */
+
+/* The measure behind `perplexity` (rule in eval_window.c); nll is the caller's, mem_free. */
 struct eval_score {
   double *nll;                       /* [n_windows] sums over the scored half of each window */
   int64_t n_windows, n_right, n_ids; /* n_right: predictions whose token had the largest logit; n_ids: of the whole text */
@@ -60,8 +94,13 @@ struct eval_score {
 };
 enum sits_status eval_score(const struct eval_options *options, struct eval_score *out, struct sits_error *err) SITS_MUST_CHECK;
 
+/* JSON to a file, complete or not there at all. */
+enum sits_status eval_write_json(const json_t *value, const char *path, struct sits_error *err) SITS_MUST_CHECK;
+
 /* Commands: each prints its result on stdout. */
 enum sits_status eval_perplexity(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
+enum sits_status eval_compare(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
+enum sits_status eval_choice(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status eval_forced(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status eval_greedy(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status eval_tokenize(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;

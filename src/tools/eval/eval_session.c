@@ -141,28 +141,55 @@ static inline __attribute__((always_inline)) double sum_exp_body(const float *lo
   return sum;
 }
 
+/* Sum of exp(p[i] - largest) * (p[i] - q[i]), the same way. */
+static inline __attribute__((always_inline)) double sum_gap_body(const float *p, const float *q, int32_t n, float largest)
+{
+  double sum = 0;
+  int32_t i = 0;
+  for (; i + 256 <= n; i += 256) {
+    float lanes[16] = {0};
+    for (int32_t k = 0; k < 256; k += 16)
+      for (int32_t j = 0; j < 16; j++) {
+        const float a = p[i + k + j], x = a - largest;
+        lanes[j] += exp_negative(x < -87.0f ? -87.0f : x) * (a - q[i + k + j]);
+      }
+    for (int32_t j = 0; j < 16; j++) sum += (double)lanes[j];
+  }
+  for (; i < n; i++) sum += (double)expf(p[i] - largest) * (double)(p[i] - q[i]);
+  return sum;
+}
+
 #if defined(__x86_64__)
 /* Without trapping-math the clamp becomes a blend, and the loop vector code. */
-static __attribute__((target("avx2,fma"), optimize("O3", "no-trapping-math")))
-double sum_exp_avx2(const float *logits, int32_t n, float largest)
-{
-  return sum_exp_body(logits, n, largest);
-}
+#define FAST __attribute__((target("avx2,fma"), optimize("O3", "no-trapping-math")))
+static FAST double sum_exp_avx2(const float *logits, int32_t n, float largest) { return sum_exp_body(logits, n, largest); }
+static FAST double sum_gap_avx2(const float *p, const float *q, int32_t n, float largest) { return sum_gap_body(p, q, n, largest); }
+static bool is_fast(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#else
+#define sum_exp_avx2 sum_exp_body
+#define sum_gap_avx2 sum_gap_body
+static bool is_fast(void) { return false; }
 #endif
 
-static double sum_exp(const float *logits, int32_t n, float largest)
+static float largest_of(const float *logits, int32_t n)
 {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return sum_exp_avx2(logits, n, largest);
-#endif
-  return sum_exp_body(logits, n, largest);
+  float largest = logits[0];
+  for (int32_t i = 1; i < n; i++) largest = logits[i] > largest ? logits[i] : largest;
+  return largest;
 }
 
 double eval_logsumexp(const float *logits, int32_t n)
 {
-  float largest = logits[0];
-  for (int32_t i = 1; i < n; i++) largest = logits[i] > largest ? logits[i] : largest;
-  return isfinite(largest) ? (double)largest + log(sum_exp(logits, n, largest)) : (double)NAN;
+  const float largest = largest_of(logits, n);
+  if (!isfinite(largest)) return (double)NAN;
+  return (double)largest + log(is_fast() ? sum_exp_avx2(logits, n, largest) : sum_exp_body(logits, n, largest));
+}
+
+double eval_divergence(const float *p, double p_total, const float *q, double q_total, int32_t n)
+{
+  const float largest = largest_of(p, n);
+  const double sum = is_fast() ? sum_gap_avx2(p, q, n, largest) : sum_gap_body(p, q, n, largest);
+  return sum * exp((double)largest - p_total) - p_total + q_total;
 }
 
 void eval_top(const float *logits, int32_t n, int32_t k, int32_t *out)

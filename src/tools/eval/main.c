@@ -14,20 +14,26 @@
 
 static const struct option_spec specs[] = {
     STR("model", model, "The model: a GGUF file or a Hugging Face directory."),
-    STR("text", text, "UTF-8 text file (perplexity, tokenize, forced)."),
+    STR("models", models,
+        "ITEM[@KV],... side by side; an ITEM is an engine file, a model, or a recipe (its name or YAML file) by which --model is compiled; "
+        "KV: how its cache is stored. The first is the reference (compare, choice)."),
+    STR("calibration", calibration, "UTF-8 text for recipes of --models that need one (compare, choice)."),
+    INT("calibration-windows", calibration_windows, "3", 1, 1 << 20, "windows", "Windows of --ctx tokens that calibrate."),
+    STR("text", text, "UTF-8 text file (perplexity, compare, tokenize, forced)."),
+    STR("tasks", tasks, "JSON lines, {\"prompt\": \"...\", \"choices\": [\"...\", ...], \"answer\": 0} each (choice)."),
     STR("ids", ids, "Token ids as a JSON list (forced)."),
     STR("prompts", prompts, "JSON file: a list of {\"ids\": [...]} or {\"prompt\": \"...\"} (greedy)."),
-    STR("out", out, "File for raw results: float32 logits [position][vocabulary] (forced), int32 ids (tokenize)."),
-    INT("ctx", ctx, "512", 4, 1 << 24, "tokens", "Window (perplexity)."),
-    INT("windows", windows, "0", 0, 1e9, "windows", "Windows to score; 0: all whole ones (perplexity)."),
-    INT("skip-windows", skip_windows, "0", 0, 1e9, "windows", "Windows to leave out at the text's start (perplexity)."),
+    STR("out", out, "File for results: float32 logits [position][vocabulary] (forced), int32 ids (tokenize), JSON (compare, choice)."),
+    INT("ctx", ctx, "512", 4, 1 << 24, "tokens", "Window (perplexity, compare); longest task (choice)."),
+    INT("windows", windows, "0", 0, 1e9, "windows", "Windows to score; 0: all whole ones (perplexity, compare)."),
+    INT("skip-windows", skip_windows, "0", 0, 1e9, "windows", "Windows to leave out at the text's start (perplexity, compare)."),
     INT("top", top, "8", 1, 64, "ids", "Best ids to print at each position (forced)."),
     INT("max-tokens", max_tokens, "128", 1, 1 << 20, "tokens", "Longest continuation (greedy)."),
     INT("batch-tokens", batch_tokens, "512", 1, 65536, "tokens", "Most tokens in one step."),
     BOOL("ignore-eos", ignore_eos, "Go on past end tokens (greedy)."),
     BOOL("add-special", add_special, "Add what the tokenizer's post-processor adds (BOS)."),
     BOOL("parse-special", parse_special, "Take special tokens written out in the text as such."),
-    BOOL("json", json, "Print JSON (perplexity; the others always do)."),
+    BOOL("json", json, "Print JSON (perplexity, compare, choice; the others always do)."),
     BOOL("unfused", unfused, "Run plain ops only."),
     ENUM("device", device, "auto", "auto|cpu|cuda", "Where the model runs."),
     ENUM("isa", isa, "auto", "auto|scalar|avx2|avx512", "CPU instruction set."),
@@ -41,6 +47,8 @@ static const struct {
   const char *help;
 } commands[] = {
     {"perplexity", eval_perplexity, "perplexity of a text, with llama.cpp's windowing"},
+    {"compare", eval_compare, "several models or recipes on the same windows, one table"},
+    {"choice", eval_choice, "multiple choice by log-likelihood"},
     {"forced", eval_forced, "logits over given ids"},
     {"greedy", eval_greedy, "most likely continuations of prompts"},
     {"tokenize", eval_tokenize, "token ids of a text"},
@@ -66,7 +74,7 @@ static int run(int argc, char **argv, struct option_set *set, struct eval_option
     if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) return print_help(set);
   enum sits_status status = option_parse_args(set, argc, argv, 1, &command, &err);
   if (!status && !command) status = sits_fail(&err, SITS_CONFIG, "no command: see sits2026-eval --help");
-  if (!status && !options->model) status = sits_fail_param(&err, SITS_CONFIG, "model", "no model: give --model PATH");
+  if (!status && !options->model && !options->models) status = sits_fail_param(&err, SITS_CONFIG, "model", "no model: give --model PATH");
   int found = 0;
   while (!status && found < N_COMMANDS && strcmp(commands[found].name, command) != 0) found++;
   if (!status && found == N_COMMANDS) status = sits_fail(&err, SITS_CONFIG, "unknown command '%.32s': see sits2026-eval --help", command);

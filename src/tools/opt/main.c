@@ -77,7 +77,8 @@ static enum sits_status compile_by(const struct search *s, const char *recipe, c
                                           .kv_cache_compress = o->kv_cache_compress, .calibration = o->calibration, .report = report,
                                           .calibration_windows = o->calibration_windows, .calibration_ctx = o->ctx, .threads = o->threads,
                                           .hessian_memory = (int64_t)2 << 30, .quiet = true};
-  return compile_run(&compile, err);
+  struct compile_result result;
+  return compile_run(&compile, &result, err);
 }
 
 static enum sits_status write_text(const char *path, const char *text, size_t n_bytes, struct sits_error *err)

@@ -1,0 +1,146 @@
+"""sits2026-eval compare and choice against numpy on raw logits: perplexity, divergence, agreement, log-likelihoods of choices."""
+import json
+import subprocess
+
+import numpy as np
+import pytest
+
+from conftest import BIN, DATA
+
+STORIES = DATA / "models" / "stories260K" / "hf"
+TEXT = DATA / "text" / "pride_and_prejudice.txt"
+WIKITEXT = DATA / "text" / "wikitext2.test.raw"
+CTX, WINDOWS = 128, 3
+
+pytestmark = pytest.mark.skipif(not STORIES.exists() or not TEXT.exists(), reason="shared test data absent")
+
+
+def run(tool, *args, code=0):
+    done = subprocess.run([str(BIN / f"sits2026-{tool}"), *map(str, args)], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def forced(model, ids, folder):
+    run("eval", "forced", "--model", model, "--ids", json.dumps(ids), "--out", folder / "logits.bin")
+    rows = np.fromfile(folder / "logits.bin", dtype=np.float32).reshape(len(ids), -1).astype(np.float64)
+    return rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True)) - rows.max(1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("engine") / "w4a8.bin"
+    run("compile", STORIES, "-o", path, "--recipe", "w4a8", "--quiet")
+    return path
+
+
+def test_compare_is_what_numpy_says(engine, tmp_path):
+    run("eval", "compare", "--models", f"{STORIES},{engine}", "--text", TEXT, "--ctx", CTX, "--windows", WINDOWS, "--skip-windows", 1,
+        "--out", tmp_path / "c.json")
+    result = json.loads((tmp_path / "c.json").read_text())
+    run("eval", "tokenize", "--model", STORIES, "--text", TEXT, "--out", tmp_path / "ids.bin")
+    ids = np.fromfile(tmp_path / "ids.bin", dtype=np.int32)
+    first = CTX // 2
+    nll, right, divergence, agree = np.zeros((2, WINDOWS)), np.zeros(2), np.zeros(WINDOWS), 0
+    for w in range(WINDOWS):
+        window = ids[(w + 1) * CTX:(w + 2) * CTX].tolist()
+        window[0] = 1  # BOS in place of the first token
+        logp = [forced(model, window[:-1], tmp_path)[first:] for model in (STORIES, engine)]
+        wanted = window[first + 1:]
+        for k in range(2):
+            nll[k, w] = -logp[k][np.arange(len(wanted)), wanted].mean()
+            right[k] += (logp[k].argmax(1) == wanted).sum()
+        divergence[w] = (np.exp(logp[0]) * (logp[0] - logp[1])).sum(1).mean()
+        agree += (logp[0].argmax(1) == logp[1].argmax(1)).sum()
+    total = WINDOWS * (CTX - 1 - first)
+    reference, row = result["rows"]
+    assert result["windows"] == WINDOWS and reference["kl"] == 0 and reference["top1_agreement"] == 1
+    for k, found in enumerate((reference, row)):
+        assert np.allclose(found["window_nll"], nll[k], rtol=1e-5)
+        assert found["perplexity"] == pytest.approx(np.exp(nll[k].mean()), rel=1e-5)
+        assert found["accuracy"] == pytest.approx(right[k] / total)
+    assert np.allclose(row["window_kl"], divergence, rtol=1e-3)
+    assert row["kl"] == pytest.approx(divergence.mean(), rel=1e-3) and row["kl"] > 1e-3
+    assert row["top1_agreement"] == pytest.approx(agree / total)
+    difference = nll[1] - nll[0]
+    assert row["delta_percent"] == pytest.approx(100 * np.expm1(difference.mean()), rel=1e-3)
+    assert row["delta_error_percent"] == pytest.approx(100 * difference.std(ddof=1) / np.sqrt(WINDOWS), rel=1e-3)
+    inspected = run("compile", "--inspect", engine).stdout
+    assert row["weight_bytes"] < reference["weight_bytes"] / 3 and "w4a8" in inspected
+
+
+def test_compare_compiles_recipes_and_stores_caches(engine, tmp_path):
+    """A recipe of the list is the engine file that the compiler makes of it; @KV decides the cache; temporary files go."""
+    (tmp_path / "t").mkdir()
+    done = subprocess.run([str(BIN / "sits2026-eval"), "compare", "--model", str(STORIES), "--models", f"w16a16,w4a8,{engine},w4a8@int4",
+                           "--text", str(TEXT), "--ctx", str(CTX), "--windows", "2"], capture_output=True, text=True,
+                          env={"TMPDIR": str(tmp_path / "t")})
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[3:]]
+    assert [row[0] for row in rows] == ["w16a16", "w4a8", "w4a8.bin", "w4a8@int4"]
+    assert rows[1][1:9] == rows[2][1:9] and rows[3][2] != rows[1][2]
+    assert not list((tmp_path / "t").iterdir())
+
+
+@pytest.mark.parametrize("args,code,text", [
+    (("--models", "w16a16,nothing.bin", "--model", STORIES), 1, "nothing.bin"),
+    (("--models", "w16a16"), 2, "give --model"),
+    (("--models", "w16a16,,w4a8", "--model", STORIES), 2, "empty"),
+    (("--models", f"{STORIES}@int3"), 1, "int3"),
+    (("--models", "w4a4", "--model", STORIES), 2, "--calibration"),
+    (("--model", STORIES), 2, "--models"),
+])
+def test_compare_refuses(args, code, text):
+    assert text in run("eval", "compare", "--text", TEXT, "--ctx", CTX, "--windows", 1, *args, code=code).stderr
+
+
+TASKS = [
+    {"prompt": "Once upon a time, there was a little", "choices": [" girl", " xqzk"], "answer": 0},
+    {"prompt": "Lily was sad because her", "choices": [" of the of", " toy", " mom was sad and she"], "answer": 1, "source": "ours"},
+    {"prompt": "The end", "choices": [".", " zebra of"], "answer": 1},
+]
+
+
+def test_choice_is_what_numpy_says(engine, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("\n\n".join(json.dumps(task) for task in TASKS) + "\n \n")
+    result = json.loads(run("eval", "choice", "--models", f"{STORIES},{engine}", "--tasks", tasks, "--ctx", CTX, "--json").stdout)
+    assert result["tasks"] == 3
+    for model, row in zip((STORIES, engine), result["rows"]):
+        n_raw = n_normalised = 0
+        for task, item in zip(TASKS, row["items"]):
+            scores = []
+            for choice in task["choices"]:
+                (tmp_path / "t.txt").write_text(task["prompt"])
+                prompt = json.loads(run("eval", "tokenize", "--model", STORIES, "--text", tmp_path / "t.txt").stdout)
+                (tmp_path / "t.txt").write_text(task["prompt"] + choice)
+                ids = json.loads(run("eval", "tokenize", "--model", STORIES, "--text", tmp_path / "t.txt").stdout)
+                assert ids[:len(prompt)] == prompt  # so that the choice's ids are those after it
+                logp = forced(model, ids, tmp_path)
+                scores.append(sum(logp[i - 1, ids[i]] for i in range(len(prompt), len(ids))))
+            assert np.allclose(item["log_likelihood"], scores, rtol=1e-4, atol=1e-3)
+            normalised = [score / len(choice.encode()) for score, choice in zip(scores, task["choices"])]
+            assert item["raw"] == int(np.argmax(scores)) and item["normalised"] == int(np.argmax(normalised))
+            n_raw += item["raw"] == task["answer"]
+            n_normalised += item["normalised"] == task["answer"]
+        assert row["accuracy"] == pytest.approx(n_raw / 3) and row["accuracy_normalised"] == pytest.approx(n_normalised / 3)
+
+
+@pytest.mark.parametrize("line,text", [
+    ("[1]", "no JSON object"),
+    ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two or more"),
+    ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "empty"),
+    ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "'answer'"),
+    ('{"choices": ["b", "c"], "answer": 1}', "'prompt'"),
+    ('{"prompt": "a", "choices": ["b", "c"], "answer"', "line 2"),
+])
+def test_choice_refuses(line, text, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(TASKS[0]) + "\n" + line)
+    done = run("eval", "choice", "--model", STORIES, "--tasks", tmp_path / "tasks.jsonl", "--ctx", CTX, code=2)
+    assert text in done.stderr and "line 2" in done.stderr
+    assert "longer than" in run("eval", "choice", "--model", STORIES, "--tasks", long_task(tmp_path), "--ctx", 16, code=1).stderr
+
+
+def long_task(folder):
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "Once upon a time " * 9, "choices": ["a", "b"], "answer": 0}))
+    return folder / "long.jsonl"
