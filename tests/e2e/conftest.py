@@ -27,13 +27,13 @@ TEMPLATE = ("{% for m in messages %}{% if m.role == 'system' and not loop.first 
 
 
 class Server:
-    """One running daemon."""
+    """One running daemon. bare: with env alone for its environment."""
 
-    def __init__(self, model, log_path, *options, env=None, wait=True):
+    def __init__(self, model, log_path, *options, env=None, wait=True, program=BIN / "sits2026d", bare=False):
         self.log_path = log_path
         self.log = open(log_path, "wb")
-        command = [str(BIN / "sits2026d"), "--model", str(model), "--port", "0", *map(str, options)]
-        self.process = subprocess.Popen(command, stderr=self.log, stdout=self.log, env={**os.environ, **(env or {})})
+        command = [str(program), "--model", str(model), "--port", "0", *map(str, options)]
+        self.process = subprocess.Popen(command, stderr=self.log, stdout=self.log, env={**({} if bare else os.environ), **(env or {})})
         self.port = self._find_port()
         self.url = f"http://127.0.0.1:{self.port}"
         if wait:
