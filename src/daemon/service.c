@@ -76,6 +76,7 @@ static enum sits_status read_file(const char *path, struct buf *out, struct sits
 static enum sits_status read_template(const struct service *service, const struct source *source, struct buf *out, struct sits_error *err)
 {
   if (service->options->chat_template) return read_file(service->options->chat_template, out, err);
+  if (source == NULL) return SITS_OK;
   if (source_kind(source) == SOURCE_GGUF) {
     struct gguf_string text;
     if (gguf_get_string(source_gguf(source), "tokenizer.chat_template", &text) && !buf_append(out, text.data, text.size))
@@ -202,7 +203,8 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
   if (!status) status = open_instance(service, err);
   if (status) return status;
   const struct source *source = instance_model(service->instance)->source;
-  status = tokenizer_load(source, &service->tokenizer, err);
+  status = source ? tokenizer_load(source, &service->tokenizer, err)
+                  : tokenizer_numbered(instance_model(service->instance)->config.n_vocab, &service->tokenizer, err); /* synthetic:... */
   if (!status) status = load_template(service, source, &served.knows_developer_role, err);
   if (status) return status;
   int32_t n_ends = 0;

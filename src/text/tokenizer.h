@@ -33,6 +33,8 @@ enum sits_status tokenizer_parse_json(const char *text, size_t n_bytes, const ch
 enum sits_status tokenizer_load_gguf(const struct gguf *gguf, struct tokenizer **out, struct sits_error *err) SITS_MUST_CHECK;
 /* From whatever the model is (GGUF metadata, or tokenizer.json + tokenizer_config.json of the directory). */
 enum sits_status tokenizer_load(const struct source *source, struct tokenizer **out, struct sits_error *err) SITS_MUST_CHECK;
+/* For a model without a vocabulary: ids below 256 are bytes, the others numbers. n_vocab: 256 or more. */
+enum sits_status tokenizer_numbered(int32_t n_vocab, struct tokenizer **out, struct sits_error *err) SITS_MUST_CHECK;
 void tokenizer_destroy(struct tokenizer *tokenizer);
 
 /* Append the ids of text (UTF-8; invalid bytes are replaced by U+FFFD first) to out. */

@@ -80,5 +80,6 @@ static enum sits_status load_hf(const struct source *source, struct tokenizer **
 
 enum sits_status tokenizer_load(const struct source *source, struct tokenizer **out, struct sits_error *err)
 {
+  if (source == NULL) return sits_fail(err, SITS_UNSUPPORTED, "this model has no tokenizer");
   return source_kind(source) == SOURCE_GGUF ? tokenizer_load_gguf(source_gguf(source), out, err) : load_hf(source, out, err);
 }

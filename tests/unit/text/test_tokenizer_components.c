@@ -433,12 +433,42 @@ static void invalid_utf8_is_replaced(void **state) /* contract 17 */
   tokenizer_destroy(tokenizer);
 }
 
+/* A vocabulary of numbers: text becomes its bytes and comes back, every id has a text of its own. */
+static void numbered(void **state)
+{
+  (void)state;
+  static const char text[] = "a \"b\\ \n\xC3\xA9\xE2\x82\xAC";
+  struct tokenizer *tokenizer = NULL;
+  struct sits_error err = {0};
+  struct token_list ids = {0};
+  struct buf out;
+  buf_init(&out, 1 << 16);
+  assert_int_equal(tokenizer_numbered(255, &tokenizer, &err), SITS_UNSUPPORTED);
+  assert_int_equal(tokenizer_numbered(5001, &tokenizer, &err), SITS_OK);
+  assert_int_equal(tokenizer_n_vocab(tokenizer), 5001);
+  assert_int_equal(tokenizer_encode(tokenizer, text, sizeof text - 1, 0, &ids), SITS_OK);
+  assert_int_equal(ids.n, sizeof text - 1);
+  for (size_t i = 0; i < sizeof text - 1; i++) assert_int_equal(ids.ids[i], (unsigned char)text[i]);
+  assert_int_equal(tokenizer_decode(tokenizer, ids.ids, ids.n, false, &out), SITS_OK);
+  assert_int_equal(out.size, sizeof text - 1);
+  assert_memory_equal(out.data, text, out.size);
+  for (int32_t i = 0; i < 5001; i++) {
+    out.size = 0;
+    assert_true(tokenizer_token_bytes(tokenizer, i, false, &out));
+    if (i < 256) assert_true(out.size == 1 && (unsigned char)out.data[0] == i);
+    else assert_true(out.size >= 4 && out.data[0] == 't' && strtol(out.data + 1, NULL, 10) == i);
+  }
+  token_list_fini(&ids);
+  buf_fini(&out);
+  tokenizer_destroy(tokenizer);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(pre_tokenizers), cmocka_unit_test(normalizers), cmocka_unit_test(small_tokenizers), cmocka_unit_test(refusals),
     cmocka_unit_test(scanners_equal_regex), cmocka_unit_test(regex_has_limits), cmocka_unit_test(long_words_are_not_quadratic),
-    cmocka_unit_test(marks_are_not_quadratic), cmocka_unit_test(invalid_utf8_is_replaced),
+    cmocka_unit_test(marks_are_not_quadratic), cmocka_unit_test(invalid_utf8_is_replaced), cmocka_unit_test(numbered),
   };
   return cmocka_run_group_tests(tests, load_reference, free_reference);
 }
