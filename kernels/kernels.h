@@ -107,13 +107,17 @@ int sits_k_w4a16(const struct k_w4a16 *args, int32_t n_sm, struct k_stream at);
  *   f16   K [P][D] f16, V [P][D] f16
  *   int8  K [P][D] s8, V [P][D] s8, K scales [P] f16, V scales [P] f16: value = scale * q, one scale per token and head
  *   int4  K nibbles P*D/2, V nibbles P*D/2, K scales P*D/32 f16, V scales P*D/32 f16: value = scale * (q - 8) in groups of 32 channels;
- *         keys (and queries) are Hadamard-rotated per head first. Nibbles and scales lie in tensor-core fragment order. */
-enum k_kv_codec { K_KV_F16, K_KV_INT8, K_KV_INT4 };
+ *         keys (and queries) are Hadamard-rotated per head first. Nibbles and scales lie in tensor-core fragment order where D is 64
+ *         or 128, else in plain order, the last group of a head being shorter where D is no multiple of 32
+ *   fp4   as int4, but a nibble is an e2m1 number (sign, two exponent bits, one mantissa bit): value = scale * e2m1 */
+enum k_kv_codec { K_KV_F16, K_KV_INT8, K_KV_INT4, K_KV_FP4 };
 
+K_FN bool k_kv_has_nibbles(enum k_kv_codec codec) { return codec == K_KV_INT4 || codec == K_KV_FP4; }
+K_FN bool k_kv_has_fragments(int32_t head_dim) { return head_dim == 64 || head_dim == 128; }
 K_FN int32_t k_kv_tile_bytes(enum k_kv_codec codec, int32_t head_dim) {
   return codec == K_KV_F16    ? K_PAGE_TOKENS * head_dim * 4
          : codec == K_KV_INT8 ? K_PAGE_TOKENS * head_dim * 2 + K_PAGE_TOKENS * 4
-                              : K_PAGE_TOKENS * head_dim + K_PAGE_TOKENS * (head_dim / 32) * 4;
+                              : K_PAGE_TOKENS * head_dim + K_PAGE_TOKENS * ((head_dim + 31) / 32) * 4;
 }
 
 struct k_rope {
@@ -141,7 +145,7 @@ struct k_kv_view {
 
 /* Output rows of attention: f16, row [T][H*D] (frag_m = 0) or frag with m = frag_m. */
 
-/* ---- decode attention over int4 pages, RoPE and append fused where wanted (kernels/attention/decode_int4.cu) ----
+/* ---- decode attention over int4 and fp4 pages, RoPE and append fused where wanted (kernels/attention/decode_int4.cu) ----
  * Serves the sequences that have exactly one token in the step; others are left alone. */
 struct k_attn_decode {
   struct k_kv_view kv;
@@ -169,12 +173,16 @@ enum k_act_form {
   K_ACT_ROW_E4M3,  /* [T][k_blocks*128] e4m3 */
   K_ACT_FRAG_F16,  /* frag of m = `tile` tokens; padding is not written (the buffer is zeroed once) */
 };
+/* Rounding before that, in groups of 32 columns (tensor/act_format.h has the formulas); f16 forms only, width a multiple of 32. */
+enum k_act_round { K_ROUND_NONE, K_ROUND_INT8, K_ROUND_INT4 };
 struct k_act {
   enum k_act_form form;
   void *data;
   float *scale;               /* [T], 8-bit forms: value = scale * q */
   int32_t tile;
   int32_t *sum;               /* [T], K_ACT_TILE_S8: sum of the row's q */
+  enum k_act_round round;
+  const uint8_t *outliers;    /* K_ROUND_INT4: bit c % 8 of byte c / 8: column c is rounded to 8 bits, one scale a row; NULL = none */
 };
 
 /* h += sum of slabs in order; out = form(rms_norm(h) * gain). One CTA per output row. With row_token h is not written back. */
@@ -206,7 +214,8 @@ int sits_k_add_bias(void *y, const float *bias, int32_t n_tokens, int32_t width,
 
 /* h[t] = weight row tokens[t], f32; with frag: also next = frag f16(h * gain) and ssq (part 0 the sum, the other parts 0). */
 struct k_embed {
-  const int32_t *tokens;      /* [T] */
+  const int32_t *tokens;      /* [T]; -1 - i: drawn[i] */
+  const int32_t *drawn;       /* tokens that an earlier launch wrote, or NULL */
   const void *table;          /* row-major f16 [V][ld], or packed 4-bit */
   bool is_packed;
   enum k_w4_format format;
@@ -230,8 +239,9 @@ struct k_rope_append {
   int64_t slab_stride;
   const float *q_gain, *k_gain;
   float eps;
-  void *q;                    /* [T][H*D] f16, rotated, Hadamard-transformed for int4 */
+  void *q;                    /* [T][H*D] f16, rotated, Hadamard-transformed for int4 and fp4 */
   bool skip_single;           /* sequences with one token are served by sits_k_attn_decode */
+  bool is_single;             /* no sequence has more than one token: a decode step */
 };
 int sits_k_rope_append(const struct k_rope_append *args, struct k_stream at);
 
@@ -332,6 +342,9 @@ int sits_k_sample(const struct k_sample *args, struct k_stream at);
 struct k_fill_w4 { void *weight; enum k_w4_format format; int32_t rows, cols; float scale; uint32_t seed; float *channel; };
 int sits_k_fill_w4(const struct k_fill_w4 *args, struct k_stream at);
 int sits_k_fill_f32(float *out, int64_t n, float value, struct k_stream at);
+
+/* A failing launch or a trapping kernel, for tests. */
+int sits_k_fault(bool is_trap, struct k_stream at);
 
 /* Read n_bytes of device memory: the measured bandwidth that benches compare with. */
 int sits_k_read(const void *src, int64_t n_bytes, uint32_t *sink, int32_t n_sm, struct k_stream at);

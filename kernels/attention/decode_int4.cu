@@ -1,21 +1,22 @@
-/* out[s][h] = softmax(q . K / sqrt(D)) V for one new token per sequence over int4 pages. A sequence's tokens are 0 .. kv_len-1, the last
- * one
- * being the new token. Fused form (q = NULL): rotation of q and k, quantisation and append of the new token's k and v included; else q is
- * rotated already and the token appended (sits_k_rope_append): better from about nine sequences on, where a CTA walks several segments.
+/* out[s][h] = softmax(q . K / sqrt(D)) V for one new token per sequence over int4 or fp4 pages. A sequence's tokens are 0 .. kv_len-1,
+ * the last one being the new token. Fused form (q = NULL): rotation of q and k, quantisation and append of the new token's k and v
+ * included; else q is rotated already and the token appended (sits_k_rope_append): better from about nine sequences on, where a CTA
+ * walks several segments.
  *
  * Arguments: struct k_attn_decode (kernels.h). qkv f16 written by the previous kernel; pages by earlier steps.
  * Work split: the unit is one page of one KV head (D = 128: 9,216 bytes, one bulk copy); the pages of a (sequence, head) are a segment.
- * Where
- *   there are fewer segments than CTAs, segments are cut into parts of at most q pages, a CTA takes one part (q as small as fits); else
- *   units in the order sequence, head, page are cut into equal runs. The cut is computed by every CTA from kv_len, so one captured grid
+ *   Where there are fewer segments than CTAs, segments are cut into parts of at most q pages, a CTA takes one part (q as small as fits);
+ *   else units in the order sequence, head, page are cut into equal runs. The cut is computed by every CTA from kv_len, so one captured grid
  *   serves all lengths. Four warps take 16 of a page's 64 tokens each, the query heads of the group fill N = 8.
  * Shared memory: barriers 256, prefix sums 8 (S+2), merge buffer 4 * 8 * (D+4) * 4 (16.9 KiB at D = 128), new token 1.5 KiB, ring of
- *   NSTAGE tiles (36 KiB): three CTAs per SM at <= 128 registers.
+ *   four tiles (36 KiB; not fused 45 KiB, see load_pages): three CTAs per SM at <= 128 registers.
  * Pipeline: page copies start before the grid dependency opens (pages of earlier steps do not depend on it; not fused, a sequence's last
  * page
  *   waits for the append). Fused, the new token never travels through global memory here: the warp that owns its 16-token block patches
  *   the tile in shared memory and stores the same words to the page.
- * Numerics: keys and values as folded nibbles (16+q, 256+q), offsets taken off by products with constant rows; K scales on the f32
+ *   The loader looks up the pages of 32 units at a time, a lane each, so that no copy waits for a block table entry of its own.
+ * Numerics: int4 keys and values as folded nibbles (16+q, 256+q), offsets taken off by products with constant rows; fp4 ones as f16
+ *   numbers 2^-14 times as large (subnormal ones included, which tensor cores take), the factor restored in f32; K scales on the f32
  * scores,
  *   V scales on the f16 probabilities; running maximum in f32, base-2 exponentials; parts are merged in CTA order by the last to arrive,
  *   so
@@ -32,11 +33,12 @@
 namespace {
 
 constexpr int WARPS = 4, WARP_LOAD = 4, WARP_K = 5, STAGES = 4, CTAS_PER_SM = 3, MAX_SEQS = 1024;
+constexpr float FP4_FACTOR = 16384.f;
 constexpr int THREADS = 160, FUSED_THREADS = 224; /* four consumer warps, the loader; fused: one more for k, one for v */
 
 struct params {
   k_attn_decode a;
-  float score_scale; /* log2(e) / sqrt(D) */
+  float score_scale; /* log2(e) / sqrt(D), times FP4_FACTOR for fp4 */
 };
 
 template <int D> struct shape {
@@ -45,6 +47,8 @@ template <int D> struct shape {
   static constexpr int MERGE = WARPS * 8 * ROW * 4;
   static constexpr int BARS = 128, QUERY = 8 * D * 2;
 };
+/* A stage of the ring: a tile; not fused, room for the queries and the place of a segment that begins with it. */
+template <int D, bool FUSED> constexpr int STAGE = shape<D>::TILE + (FUSED ? 0 : shape<D>::QUERY + 128);
 
 #if SITS_SM90
 
@@ -169,7 +173,7 @@ struct new_token {
 };
 
 /* Patch the tile in shared memory with the new token and store the words it touched to the page. One warp. */
-template <int D> SITS_DEV void patch_tile(uint32_t tile, uint8_t *page, const new_token *nt, int token, int lane) {
+template <int D, bool FP4> SITS_DEV void patch_tile(uint32_t tile, uint8_t *page, const new_token *nt, int token, int lane) {
 #pragma unroll
   for (int w = 0; w < D / 128 + (D < 128); w++) { /* K: D/4 words, four channels each */
     int i = lane + w * 32;
@@ -177,7 +181,7 @@ template <int D> SITS_DEV void patch_tile(uint32_t tile, uint8_t *page, const ne
       kv::place p = kv::k_place(D, token, i * 4);
       uint32_t word = lds32(tile + p.word_bytes);
 #pragma unroll
-      for (int c = 0; c < 4; c++) word = kv::insert_nibble(word, kv::k_place(D, token, i * 4 + c).shift, nt->k[i * 4 + c]);
+      for (int c = 0; c < 4; c++) word = kv::insert_code(FP4, word, kv::k_place(D, token, i * 4 + c).slot, nt->k[i * 4 + c]);
       sts32(tile + p.word_bytes, word);
       *(uint32_t *)(page + p.word_bytes) = word;
     }
@@ -187,8 +191,8 @@ template <int D> SITS_DEV void patch_tile(uint32_t tile, uint8_t *page, const ne
     int i = lane + w * 32, d = (i >> 3) * 16 + (i & 7);
     kv::place p = kv::v_place(D, token, d);
     uint32_t word = lds32(tile + p.word_bytes);
-    word = kv::insert_nibble(word, p.shift, nt->v[d]);
-    word = kv::insert_nibble(word, kv::v_place(D, token, d + 8).shift, nt->v[d + 8]);
+    word = kv::insert_code(FP4, word, p.slot, nt->v[d]);
+    word = kv::insert_code(FP4, word, kv::v_place(D, token, d + 8).slot, nt->v[d + 8]);
     sts32(tile + p.word_bytes, word);
     *(uint32_t *)(page + p.word_bytes) = word;
   }
@@ -203,7 +207,7 @@ template <int D> SITS_DEV void patch_tile(uint32_t tile, uint8_t *page, const ne
 }
 
 /* Fused: q of the group's heads -> f16 [8][D] in shared memory by the consumers; k and v of the new token -> codes by two more warps. */
-template <int D> SITS_DEV void prepare_segment(const params &p, const segment &g, __half *query, float *scratch, new_token *nt,
+template <int D, bool FP4> SITS_DEV void prepare_segment(const params &p, const segment &g, __half *query, float *scratch, new_token *nt,
                                                const float2 (&angle)[D / 32]) {
   const k_attn_decode &a = p.a;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads, slot = warp < WARPS ? warp : warp - 1;
@@ -230,7 +234,7 @@ template <int D> SITS_DEV void prepare_segment(const params &p, const segment &g
       if (!is_key)
 #pragma unroll
         for (int j = 0; j < D / 32; j++) r[j] = v[lane + j * 32];
-      kv::quantise4<D / 32>(r, code, scale);
+      kv::quantise_nibbles<D / 32>(FP4, r, code, scale);
 #pragma unroll
       for (int j = 0; j < D / 32; j++) {
         (is_key ? nt->k : nt->v)[lane + j * 32] = (uint8_t)code[j];
@@ -241,6 +245,46 @@ template <int D> SITS_DEV void prepare_segment(const params &p, const segment &g
   }
 }
 
+/* The loader: a warp that copies the tiles of units begin .. end - 1 into the ring, in order. Not fused, a tile that begins a segment
+ * brings the segment's queries and place along, so that nobody waits for them (but for the run's first: its queries may not be there
+ * yet). */
+template <int D, bool FUSED>
+SITS_DEV void load_pages(const k_attn_decode &a, const int *prefix, int begin, int end, uint8_t *ring_ptr, uint32_t full, uint32_t empty,
+                         int lane) {
+  using C = shape<D>;
+  const k_kv_view &view = a.kv;
+  const int gqa = view.n_heads / view.n_kv_heads, query_bytes = gqa * D * 2;
+  int slot = 0;
+  uint32_t parity = 1;
+  bool is_open = false;
+  for (int base = begin; base < end; base += 32) {
+    const int u = base + lane, n = min(32, end - base);
+    const uint8_t *tile = NULL;
+    segment g = {};
+    if (u < end) g = find_segment(view, prefix, u), tile = tile_of<D>(view, g, u);
+    const uint32_t last = __ballot_sync(~0u, u < end && u == g.first_unit + g.n_units - 1);
+    const uint32_t first = FUSED ? 0 : __ballot_sync(~0u, u < end && u == g.first_unit && u > begin);
+    for (int i = 0; i < n; i++) {
+      uint8_t *stage = ring_ptr + slot * STAGE<D, FUSED>;
+      if (!FUSED && !is_open && (last >> i & 1)) grid_wait(), is_open = true; /* the predecessor appended to this page */
+      if (lane == i) {
+        const bool begins = first >> i & 1; /* the segment before it has ended in this run, so the predecessor has too */
+        bar_wait(empty + slot * 8, parity);
+        if (begins) *(segment *)(stage + C::TILE + C::QUERY) = g;
+        bar_arrive_expect(full + slot * 8, C::TILE + (begins ? query_bytes : 0));
+        bulk_load(smem_addr(stage), tile, C::TILE, full + slot * 8);
+        if (begins) {
+          const __half *q = (const __half *)a.q + ((size_t)g.row * view.n_heads + g.head * gqa) * D;
+          bulk_load(smem_addr(stage) + C::TILE, q, query_bytes, full + slot * 8);
+        }
+      }
+      __syncwarp(); /* in order: a lane two laps ahead would take an old phase of the barrier for its own */
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+  }
+  if (!is_open) grid_wait();
+}
+
 /* Everyone but the loader. */
 template <bool FUSED> SITS_DEV void segment_sync() { asm volatile("bar.sync 1, %0;" ::"n"(FUSED ? 192 : 128) : "memory"); }
 SITS_DEV void consumer_sync() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
@@ -248,7 +292,22 @@ SITS_DEV void consumer_sync() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 /* os: the offset of rows g, -24 sum p; that of rows g+8 is 11 times as much, so it is not kept. */
 template <int D> struct state { float o[D / 16][4], os[D / 32][2], m0, m1, l0, l1; };
 
-template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D / 16][2], const float (&seed)[D / 32][2], uint32_t tile,
+/* Eight e2m1 numbers (kv_tile.cuh) as f16 pairs, 2^-14 times as large: sign to bit 15, magnitude to bits 11:9 of each half. */
+SITS_DEV void unfold_fp4(uint32_t w, uint32_t a[4]) {
+  a[0] = w & 0x8E008E00u;
+  a[1] = (w << 8) & 0x8E008E00u;
+  a[2] = lop_and_or(w << 7, 0x80008000u, (w >> 3) & 0x0E000E00u);
+  a[3] = lop_and_or(w << 15, 0x80008000u, (w << 5) & 0x0E000E00u);
+}
+template <bool FP4> SITS_DEV void unfold(uint32_t w, uint32_t a[4]) {
+  if (FP4)
+    unfold_fp4(w, a);
+  else
+    fold_nibbles(w, a);
+}
+
+template <int D, bool FP4>
+SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D / 16][2], const float (&seed)[D / 32][2], uint32_t tile,
                                            int warp, int lane, int lo, int len, float scale) {
   constexpr int G32 = D / 32;
   const int g = lane >> 2, t = lane & 3;
@@ -272,10 +331,15 @@ template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D /
       const int group = i * 2 + c;
       float part[4];
       uint32_t a[4];
-      const float from[4] = {seed[group][0], seed[group][1], 11.f * seed[group][0], 11.f * seed[group][1]};
-      fold_nibbles(w[c * 2], a);
-      mma_f16(part, a, q[group * 2][0], q[group * 2][1], from);
-      fold_nibbles(w[c * 2 + 1], a);
+      if (FP4) {
+        unfold<FP4>(w[c * 2], a);
+        mma_f16(part, a, q[group * 2][0], q[group * 2][1], zero);
+      } else {
+        const float from[4] = {seed[group][0], seed[group][1], 11.f * seed[group][0], 11.f * seed[group][1]};
+        unfold<FP4>(w[c * 2], a);
+        mma_f16(part, a, q[group * 2][0], q[group * 2][1], from);
+      }
+      unfold<FP4>(w[c * 2 + 1], a);
       mma_f16(part, a, q[group * 2 + 1][0], q[group * 2 + 1][1], part);
       float2 f = half2_to_float2(ks[group]);
       sc[0] += f.x * part[0], sc[1] += f.x * part[1], sc[2] += f.y * part[2], sc[3] += f.y * part[3];
@@ -298,7 +362,7 @@ template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D /
 #pragma unroll
     for (int i = 0; i < D / 16; i++) st.o[i][0] *= f0, st.o[i][1] *= f1, st.o[i][2] *= f0, st.o[i][3] *= f1;
 #pragma unroll
-    for (int i = 0; i < G32; i++) st.os[i][0] *= f0, st.os[i][1] *= f1;
+    for (int i = 0; i < (FP4 ? 0 : G32); i++) st.os[i][0] *= f0, st.os[i][1] *= f1;
   }
   const float p0 = exp2_fast(sc[0] - st.m0), p1 = exp2_fast(sc[1] - st.m1), p2 = exp2_fast(sc[2] - st.m0), p3 = exp2_fast(sc[3] - st.m1);
   st.l0 += p0 + p2, st.l1 += p1 + p3;
@@ -313,19 +377,21 @@ template <int D> SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D /
       const int group = i * 2 + c;
       const uint32_t e0 = hmul2_u32(c0, s[c * 2]), e1 = hmul2_u32(c1, s[c * 2 + 1]);
       uint32_t a[4];
-      float offset[4];
-      mma_f16(offset, consts, e0, e1, zero);
-      st.os[group][0] += offset[0], st.os[group][1] += offset[1];
-      fold_nibbles(w[c * 2], a);
+      if (!FP4) {
+        float offset[4];
+        mma_f16(offset, consts, e0, e1, zero);
+        st.os[group][0] += offset[0], st.os[group][1] += offset[1];
+      }
+      unfold<FP4>(w[c * 2], a);
       mma_f16(st.o[group * 2], a, e0, e1, st.o[group * 2]);
-      fold_nibbles(w[c * 2 + 1], a);
+      unfold<FP4>(w[c * 2 + 1], a);
       mma_f16(st.o[group * 2 + 1], a, e0, e1, st.o[group * 2 + 1]);
     }
   }
 }
 
 /* Values of head h of a warp's state -> merge[warp][h][ROW]. */
-template <int D> SITS_DEV void spill_state(const state<D> &st, float *merge, int warp, int lane) {
+template <int D, bool FP4> SITS_DEV void spill_state(const state<D> &st, float *merge, int warp, int lane) {
   constexpr int ROW = shape<D>::ROW;
   const int g = lane >> 2, t = lane & 3;
   float l0 = st.l0, l1 = st.l1;
@@ -335,6 +401,11 @@ template <int D> SITS_DEV void spill_state(const state<D> &st, float *merge, int
 #pragma unroll
   for (int i = 0; i < D / 16; i++) {
     const int group = i / 2;
+    if (FP4) {
+      r[i * 16 + g] = FP4_FACTOR * st.o[i][0], r[ROW + i * 16 + g] = FP4_FACTOR * st.o[i][1];
+      r[i * 16 + g + 8] = FP4_FACTOR * st.o[i][2], r[ROW + i * 16 + g + 8] = FP4_FACTOR * st.o[i][3];
+      continue;
+    }
     r[i * 16 + g] = st.o[i][0] + st.os[group][0], r[ROW + i * 16 + g] = st.o[i][1] + st.os[group][1];
     r[i * 16 + g + 8] = st.o[i][2] + 11.f * st.os[group][0], r[ROW + i * 16 + g + 8] = st.o[i][3] + 11.f * st.os[group][1];
   }
@@ -444,8 +515,8 @@ SITS_DEV void flush_segment(const params &p, const segment &g, const int *prefix
 }
 #endif
 
-template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : CTAS_PER_SM)
-    attn_decode_int4_kernel(const __grid_constant__ params p) {
+template <int D, bool FUSED, bool FP4> __global__ void __launch_bounds__(FUSED ? FUSED_THREADS : THREADS, FUSED ? 2 : CTAS_PER_SM)
+    attn_decode_kernel(const __grid_constant__ params p) {
 #if SITS_SM90
   using C = shape<D>;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -460,7 +531,7 @@ template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THR
   new_token *nt = (new_token *)((uint8_t *)query + C::QUERY);
   uint8_t *ring_ptr = (uint8_t *)nt + 512;
   const uint32_t ring = smem_addr(ring_ptr);
-  int *prefix = (int *)(ring_ptr + STAGES * C::TILE);
+  int *prefix = (int *)(ring_ptr + STAGES * STAGE<D, FUSED>);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, WARPS);
     bar_fence_init();
@@ -478,23 +549,7 @@ template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THR
   }
   const int begin = mine.begin, end = mine.end;
   if (warp == WARP_LOAD) {
-    if (lane == 0) {
-      int slot = 0;
-      uint32_t parity = 1;
-      bool is_open = false;
-      segment g = find_segment(view, prefix, begin);
-      for (int u = begin; u < end; u++) {
-        if (u >= g.first_unit + g.n_units) g = find_segment(view, prefix, u);
-        const uint8_t *tile = tile_of<D>(view, g, u);
-        if (!FUSED && !is_open && u == g.first_unit + g.n_units - 1)
-          grid_wait(), is_open = true; /* the predecessor appended to this page */
-        bar_wait(empty + slot * 8, parity);
-        bar_arrive_expect(full + slot * 8, C::TILE);
-        bulk_load(ring + slot * C::TILE, tile, C::TILE, full + slot * 8);
-        if (++slot == STAGES) slot = 0, parity ^= 1;
-      }
-      if (!is_open) grid_wait();
-    }
+    load_pages<D, FUSED>(p.a, prefix, begin, end, ring_ptr, full, empty, lane);
     return;
   }
   segment g = find_segment(view, prefix, begin); /* step inputs, not the predecessor's work */
@@ -508,11 +563,16 @@ template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THR
   uint32_t parity = 0;
   for (int u = begin; u < end;) {
     const int first_of_run = u == begin;
-    if (!first_of_run) {
+    if (!first_of_run && FUSED) {
       g = find_segment(view, prefix, u);
-      if (FUSED) kv::head_angles<D>(p.a.rope, g.len - 1, lane, angle);
+      kv::head_angles<D>(p.a.rope, g.len - 1, lane, angle);
     }
-    if (FUSED) prepare_segment<D>(p, g, query, merge, nt, angle);
+    const uint32_t brought = ring + slot * STAGE<D, FUSED> + C::TILE; /* not fused: with the segment's first tile */
+    if (!first_of_run && !FUSED) {
+      bar_wait(full + slot * 8, parity);
+      if (threadIdx.x == 0) g = *(const segment *)(ring_ptr + slot * STAGE<D, FUSED> + C::TILE + C::QUERY);
+    }
+    if (FUSED) prepare_segment<D, FP4>(p, g, query, merge, nt, angle);
     if (threadIdx.x == 0) *shared_segment = g;
     segment_sync<FUSED>();
     const volatile segment *vs = shared_segment;
@@ -526,6 +586,12 @@ template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THR
           uint2 v = lds64(smem_addr(query) + (gq * D + k * 16 + t * 4) * 2);
           q[k][0] = v.x, q[k][1] = v.y;
         }
+      } else if (!first_of_run) {
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+          uint2 v = gq < gqa ? lds64(brought + (gq * D + k * 16 + t * 4) * 2) : make_uint2(0, 0);
+          q[k][0] = v.x, q[k][1] = v.y;
+        }
       } else {
         const __half *src = (const __half *)p.a.q + ((size_t)vs->row * view.n_heads + vs->head * gqa + gq) * D + t * 4;
 #pragma unroll
@@ -535,7 +601,7 @@ template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THR
         }
       }
 #pragma unroll
-      for (int c = 0; c < D / 32; c++) {
+      for (int c = 0; c < (FP4 ? 0 : D / 32); c++) {
         float offset[4];
         mma_f16(offset, consts, q[c * 2][0], q[c * 2][1], zero);
         mma_f16(offset, consts, q[c * 2 + 1][0], q[c * 2 + 1][1], offset);
@@ -543,18 +609,19 @@ template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THR
       }
       state<D> st = {};
       st.m0 = st.m1 = -1e30f;
-      for (int unit = u; unit < stop; unit++) {
-        const uint32_t tile = ring + slot * C::TILE;
+      const int token0 = (vs->first_page + u - vs->first_unit) * K_PAGE_TOKENS;
+      int lo = vs->lo - token0, len = vs->len - token0; /* in the page at hand */
+      for (int unit = u; unit < stop; unit++, lo -= K_PAGE_TOKENS, len -= K_PAGE_TOKENS) {
+        const uint32_t tile = ring + slot * STAGE<D, FUSED>;
         bar_wait(full + slot * 8, parity);
-        const int token0 = (vs->first_page + unit - vs->first_unit) * K_PAGE_TOKENS, len = vs->len;
-        if (FUSED && unit == last_unit && warp == ((len - 1) & (K_PAGE_TOKENS - 1)) >> 4)
-          patch_tile<D>(tile, tile_of<D>(view, *shared_segment, unit), nt, (len - 1) & (K_PAGE_TOKENS - 1), lane);
-        attend_page<D>(st, q, seed, tile, warp, lane, vs->lo - token0, len - token0, p.score_scale);
+        if (FUSED && unit == last_unit && warp == (len - 1) >> 4)
+          patch_tile<D, FP4>(tile, tile_of<D>(view, *shared_segment, unit), nt, len - 1, lane);
+        attend_page<D, FP4>(st, q, seed, tile, warp, lane, lo, len, p.score_scale);
         __syncwarp();
         if (lane == 0) bar_arrive(empty + slot * 8);
         if (++slot == STAGES) slot = 0, parity ^= 1;
       }
-      spill_state<D>(st, merge, warp, lane);
+      spill_state<D, FP4>(st, merge, warp, lane);
       consumer_sync();
       flush_segment<D>(p, *shared_segment, prefix, merge, flag, n_ctas, first_of_run);
     }
@@ -564,15 +631,15 @@ template <int D, bool FUSED> __global__ void __launch_bounds__(FUSED ? FUSED_THR
 #endif
 }
 
-template <int D> int smem_bytes(int n_seqs) {
+template <int D> int smem_bytes(int n_seqs, bool fused) {
   using C = shape<D>;
-  return C::BARS + C::MERGE + C::QUERY + 512 + STAGES * C::TILE + (2 * n_seqs + 4) * 4;
+  return C::BARS + C::MERGE + C::QUERY + 512 + STAGES * (fused ? STAGE<D, true> : STAGE<D, false>) + (2 * n_seqs + 4) * 4;
 }
 
 } // namespace
 
 extern "C" bool k_attn_decode_takes(enum k_kv_codec codec, int32_t head_dim, int32_t n_heads, int32_t n_kv_heads) {
-  return codec == K_KV_INT4 && (head_dim == 64 || head_dim == 128) && n_heads % n_kv_heads == 0 && n_heads / n_kv_heads <= K_MAX_GQA;
+  return k_kv_has_nibbles(codec) && k_kv_has_fragments(head_dim) && n_heads % n_kv_heads == 0 && n_heads / n_kv_heads <= K_MAX_GQA;
 }
 
 /* Fused steps are small: fewer CTAs leave room beside the GEMMs before and after, and fewer parts to merge. */
@@ -584,23 +651,34 @@ extern "C" size_t k_attn_decode_workspace_bytes(int32_t n_sm, int32_t head_dim) 
   return (size_t)n_sm * CTAS_PER_SM * 2 * 8 * (head_dim + 4) * sizeof(float);
 }
 
-extern "C" int sits_k_attn_decode_init(void) {
-  int e = prepare_kernel(attn_decode_int4_kernel<64, true>, smem_bytes<64>(MAX_SEQS));
-  if (!e) e = prepare_kernel(attn_decode_int4_kernel<64, false>, smem_bytes<64>(MAX_SEQS));
-  if (!e) e = prepare_kernel(attn_decode_int4_kernel<128, true>, smem_bytes<128>(MAX_SEQS));
-  return e ? e : prepare_kernel(attn_decode_int4_kernel<128, false>, smem_bytes<128>(MAX_SEQS));
+template <int D, bool FP4> static int prepare_decode(void) {
+  int e = prepare_kernel(attn_decode_kernel<D, true, FP4>, smem_bytes<D>(MAX_SEQS, true));
+  return e ? e : prepare_kernel(attn_decode_kernel<D, false, FP4>, smem_bytes<D>(MAX_SEQS, false));
 }
 
-template <int D, bool FUSED> static int launch_decode(const k_attn_decode &a, int32_t n_sm, k_stream at) {
-  const params p = {a, 1.4426950408889634f / sqrtf((float)D)};
+extern "C" int sits_k_attn_decode_init(void) {
+  int e = prepare_decode<64, false>();
+  if (!e) e = prepare_decode<64, true>();
+  if (!e) e = prepare_decode<128, false>();
+  return e ? e : prepare_decode<128, true>();
+}
+
+template <int D, bool FUSED, bool FP4> static int launch_decode(const k_attn_decode &a, int32_t n_sm, k_stream at) {
+  const params p = {a, 1.4426950408889634f / sqrtf((float)D) * (FP4 ? FP4_FACTOR : 1.f)};
   const dim3 grid(k_attn_decode_grid(n_sm, a.kv.n_seqs, FUSED)), block(FUSED ? FUSED_THREADS : THREADS);
-  return launch_kernel(attn_decode_int4_kernel<D, FUSED>, grid, block, smem_bytes<D>(a.kv.n_seqs), (cudaStream_t)at.stream, at.pdl, p);
+  return launch_kernel(attn_decode_kernel<D, FUSED, FP4>, grid, block, smem_bytes<D>(a.kv.n_seqs, FUSED), (cudaStream_t)at.stream,
+                       at.pdl, p);
+}
+
+template <int D, bool FP4> static int launch_head_size(const k_attn_decode &a, int32_t n_sm, k_stream at) {
+  return a.q ? launch_decode<D, false, FP4>(a, n_sm, at) : launch_decode<D, true, FP4>(a, n_sm, at);
 }
 
 extern "C" int sits_k_attn_decode(const struct k_attn_decode *a, int32_t n_sm, struct k_stream at) {
   const k_kv_view &v = a->kv;
+  const bool is_fp4 = v.codec == K_KV_FP4;
   if (!k_attn_decode_takes(v.codec, v.head_dim, v.n_heads, v.n_kv_heads) || v.n_seqs < 1 || v.n_seqs > MAX_SEQS)
     return cudaErrorInvalidValue;
-  if (v.head_dim == 64) return a->q ? launch_decode<64, false>(*a, n_sm, at) : launch_decode<64, true>(*a, n_sm, at);
-  return a->q ? launch_decode<128, false>(*a, n_sm, at) : launch_decode<128, true>(*a, n_sm, at);
+  if (v.head_dim == 64) return is_fp4 ? launch_head_size<64, true>(*a, n_sm, at) : launch_head_size<64, false>(*a, n_sm, at);
+  return is_fp4 ? launch_head_size<128, true>(*a, n_sm, at) : launch_head_size<128, false>(*a, n_sm, at);
 }

@@ -58,11 +58,56 @@ SITS_DEV float2 reduce_sum_max(float a, float b, float *scratch) {
   return make_float2(warp_sum(a), warp_max(b));
 }
 
+/* A row held by the CTA's threads as in store_row: x * factor, rounded to the grid of each group of 32 columns (four threads), as the CPU
+ * does; outliers to 8 bits with one scale. What is not finite stays so. scratch: 64 floats that nobody else uses. */
+template <int N> SITS_DEV void round_row(const k_act &out, int width, vec8 (&x)[N], float factor, float *scratch) {
+  const bool is_int8 = out.round == K_ROUND_INT8;
+  uint32_t outlier[N];
+  float most = 0.f;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int c = (threadIdx.x + k * blockDim.x) * 8;
+    outlier[k] = out.outliers && c < width ? out.outliers[c >> 3] : 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      x[k].v[i] *= factor;
+      if (outlier[k] >> i & 1) most = fmaxf(most, fabsf(x[k].v[i]));
+    }
+  }
+  if (out.outliers) most = reduce_sum_max(0.f, most, scratch).y;
+  const float side = most >= 1e-30f ? most / 127.f : 0.f;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    float lo = 0.f, hi = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float v = outlier[k] >> i & 1 ? 0.f : x[k].v[i];
+      lo = fminf(lo, v), hi = fmaxf(hi, v);
+    }
+#pragma unroll
+    for (int d = 1; d < 4; d <<= 1) lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
+    const float range = hi - lo, levels = is_int8 ? 254.f : 15.f;
+    const float s = range >= 1e-30f ? range / levels : 0.f, inv = range >= 1e-30f ? levels / range : 0.f;
+    const float z = is_int8 ? rintf((hi + lo) * 0.5f * inv) : fminf(fmaxf(rintf(-lo * inv), 0.f), 15.f);
+    const float least = is_int8 ? z - 127.f : -z, last = is_int8 ? z + 127.f : 15.f - z;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float v = x[k].v[i];
+      if (!isfinite(v)) continue;
+      if (outlier[k] >> i & 1)
+        x[k].v[i] = side > 0.f ? side * fminf(fmaxf(rintf(v / side), -127.f), 127.f) : 0.f;
+      else
+        x[k].v[i] = s * fminf(fmaxf(rintf(v * inv), least), last);
+    }
+  }
+}
+
 /* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N. top: largest magnitude of the
  * row
  * times `factor`. Fragments have no padding columns to clear. scratch: 64 floats that nobody else uses. */
 template <int N>
-SITS_DEV void store_row(const k_act &out, int row, int width, const vec8 (&x)[N], float factor, float top, float *scratch) {
+SITS_DEV void store_row(const k_act &out, int row, int width, vec8 (&x)[N], float factor, float top, float *scratch) {
+  if (out.round != K_ROUND_NONE) round_row<N>(out, width, x, factor, scratch), factor = 1.f;
   const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
   const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f, inv = top > 0.f ? levels / top : 0.f;
   int sum = 0;

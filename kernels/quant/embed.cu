@@ -1,6 +1,7 @@
 /* h[t] = row tokens[t] of the embedding, f32; in decode also the first GEMM's input f16(h * gain) and the row's sum of squares.
  *
- * Arguments: struct k_embed (kernels.h). The table is f16 row-major or packed 4-bit (a tied head's own copy serves both uses).
+ * Arguments: struct k_embed (kernels.h). A token may be one that the step before drew on the device. The table is f16
+ *   row-major or packed 4-bit (a tied head's own copy serves both uses).
  * Work split: one CTA of 256 threads per token. Ids outside [0, V) read row 0 (the engine checks ids; this only keeps the device safe).
  * Numerics: exact for f16, scale * (q - 8) or scale * q + minimum in f32 for 4 bits.
  * Cost: one row; latency-bound.
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(256) embed_kernel(const __grid_constant__ k_em
   grid_wait();
   const int t = blockIdx.x;
   int id = p.tokens[t];
+  if (id < 0 && p.drawn) id = __ldcg(p.drawn - 1 - id);
   if (id < 0 || id >= p.n_vocab) id = 0;
   float sum = 0.f;
   for (int c = threadIdx.x; c < p.width; c += blockDim.x) {

@@ -1,21 +1,21 @@
 /* q = rotate(norm(q)); k, v of every token of the step go to their pages in the codec's form.
  *
  * Arguments: struct k_rope_append (kernels.h).
- * Work split: grid.x takes eight tokens (up to 512 tokens: one). grid.y < G: one KV head; a token that is the first of its 16-token block
- * in
- *   this step brings the whole block (up to 16 tokens of one sequence), because int4 words hold nibbles of several tokens; the others are
- *   skipped. Words of a block that the step covers in part keep their other nibbles. grid.y >= G: query heads, see rotate_queries. The KV
- *   heads come first because they take longest.
- * Shared memory: 8 warps * D * 4 bytes, and for int4 16 * 2 D codes + scales.
- * Numerics: rotation f32; f16 saturates; int8 scale = max|x| / 127; int4 see kv_tile.cuh.
- * Limits: D <= 256, a multiple of 32 for int4 (a power of two there), of 8 otherwise.
+ * Work split: grid.x takes eight tokens (up to 512 tokens: one). grid.y < G: one KV head; a token that is the first of its 16-token
+ *   block in this step brings the whole block (up to 16 tokens of one sequence), because words of int4 and fp4 hold nibbles of several
+ *   tokens; the others are skipped. Words of a block that the step covers in part keep their other nibbles. grid.y >= G: query heads, see
+ *   rotate_queries. The KV heads come first because they take longest.
+ *   In a decode step (one token a sequence, D 64 or 128) grid.y counts four KV heads at a time, and a warp takes one k or v by itself.
+ * Shared memory: 8 warps * D * 4 bytes, and for nibbles in fragment order 16 * 2 D codes.
+ * Numerics: rotation f32; f16 saturates; int8 scale = max|x| / 127; int4 and fp4 see kv_tile.cuh.
+ * Limits: D <= 256, even for int4 and fp4.
  * Links: twin ref_rope (tests/gpu/gpu_ref.c), test tests/gpu/test_attention.c.
  */
 #include "common/kv_tile.cuh"
 #include "common/launch.cuh"
 
 namespace {
-constexpr int MAX_D = 256, WARPS = 8, THREADS = 32 * WARPS, Q_HEADS = 4;
+constexpr int MAX_D = 256, WARPS = 8, THREADS = 32 * WARPS, Q_HEADS = 4, KV_HEADS = WARPS / 2;
 
 /* RoPE and norm for head sizes that are no multiple of 32 (tiny models): one lane strides over the vector. */
 SITS_DEV void prepare_head_any(float *v, int d_head, int lane, const float *gain, float eps, const k_rope &rope, int position) {
@@ -83,7 +83,7 @@ SITS_DEV void finish_head(float (&x)[D / 32], float *v, const k_rope_append &p, 
   for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
   __syncwarp();
   if (head >= p.kv.n_heads + p.kv.n_kv_heads) return;
-  kv::rotate_head<D>(v, lane, head < p.kv.n_heads ? p.q_gain : p.k_gain, p.eps, p.rope, turn.a, p.kv.codec == K_KV_INT4, x);
+  kv::rotate_head<D>(v, lane, head < p.kv.n_heads ? p.q_gain : p.k_gain, p.eps, p.rope, turn.a, k_kv_has_nibbles(p.kv.codec), x);
   __syncwarp();
 #pragma unroll
   for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
@@ -106,18 +106,38 @@ SITS_DEV void load_head(float *v, const k_rope_append &p, int token, int positio
     __syncwarp();
     if (head >= p.kv.n_heads + p.kv.n_kv_heads) return;
     if (d % 32 == 0)
-      kv::prepare_head(v, d, lane, gain, p.eps, p.rope, position, p.kv.codec == K_KV_INT4);
+      kv::prepare_head(v, d, lane, gain, p.eps, p.rope, position);
     else
       prepare_head_any(v, d, lane, gain, p.eps, p.rope, position);
+    if (k_kv_has_nibbles(p.kv.codec)) kv::hadamard_any(v, d, lane);
     __syncwarp();
   }
 }
 
 SITS_DEV float saturate(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
 
-/* One token's k or v in f16 or int8. A warp. */
+/* One token's k or v as nibbles in plain order: a lane a channel, pairs of lanes a byte. */
+SITS_DEV void store_nibbles(bool is_fp4, uint8_t *tile, const float *v, int d, int row, int lane) {
+  const int n_groups = (d + 31) >> 5;
+  for (int g = 0; g < n_groups; g++) {
+    const int e = g * 32 + lane;
+    const float x[1] = {e < d ? v[e] : 0.f};
+    uint32_t code[1];
+    __half scale[1];
+    kv::quantise_nibbles<1>(is_fp4, x, code, scale);
+    const uint32_t other = __shfl_xor_sync(~0u, code[0], 1);
+    if (e < d && !(lane & 1)) tile[row * (d >> 1) + (e >> 1)] = (uint8_t)(code[0] | other << 4);
+    if (lane == 0) ((__half *)(tile + K_PAGE_TOKENS * d))[row * n_groups + g] = scale[0];
+  }
+}
+
+/* One token's k or v in a codec whose values do not share words with other tokens. A warp. */
 SITS_DEV void store_plain(const k_rope_append &p, uint8_t *tile, const float *v, int slot, bool is_value, int lane) {
   const int d = p.kv.head_dim;
+  if (k_kv_has_nibbles(p.kv.codec)) {
+    store_nibbles(p.kv.codec == K_KV_FP4, tile, v, d, (is_value ? K_PAGE_TOKENS : 0) + slot, lane);
+    return;
+  }
   const size_t at = (size_t)(is_value ? K_PAGE_TOKENS : 0) * d + (size_t)slot * d;
   if (p.kv.codec == K_KV_F16) {
     for (int e = lane; e < d; e += 32) ((__half *)tile)[at + e] = __float2half_rn(saturate(v[e]));
@@ -133,7 +153,8 @@ SITS_DEV void store_plain(const k_rope_append &p, uint8_t *tile, const float *v,
 
 /* Codes of a block in shared memory -> folded words of the tile; all threads. k_old, v_old: what this thread's first word of each held.
  * */
-SITS_DEV void store_words(uint8_t *tile, const uint8_t *codes, int d, int block, int first, int n, uint32_t k_old, uint32_t v_old) {
+SITS_DEV void store_words(bool is_fp4, uint8_t *tile, const uint8_t *codes, int d, int block, int first, int n, uint32_t k_old,
+                          uint32_t v_old) {
   const bool is_whole = n == 16;
   for (int i = threadIdx.x; i < 2 * d; i += blockDim.x) { /* K: rows g, g+8, channels 4 c .. 4 c + 3 */
     int g = i & 7, c4 = (i >> 3) * 4;
@@ -144,7 +165,7 @@ SITS_DEV void store_words(uint8_t *tile, const uint8_t *codes, int d, int block,
       for (int r = 0; r < 2; r++)
         if (g + 8 * r >= first && g + 8 * r < first + n)
           for (int c = 0; c < 4; c++)
-            w = kv::insert_nibble(w, kv::k_place(d, block * 16 + g + 8 * r, c4 + c).shift, codes[(g + 8 * r) * 2 * d + c4 + c]);
+            w = kv::insert_code(is_fp4, w, kv::place_slot(c, r), codes[(g + 8 * r) * 2 * d + c4 + c]);
       *at = w;
     }
   }
@@ -157,7 +178,7 @@ SITS_DEV void store_words(uint8_t *tile, const uint8_t *codes, int d, int block,
       int tk = 2 * t + (r & 1) + (r >> 1) * 8;
       if (tk < first || tk >= first + n) continue;
       for (int h = 0; h < 2; h++)
-        w = kv::insert_nibble(w, kv::v_place(d, block * 16 + tk, dd + 8 * h).shift, codes[tk * 2 * d + d + dd + 8 * h]);
+        w = kv::insert_code(is_fp4, w, kv::place_slot(r, h), codes[tk * 2 * d + d + dd + 8 * h]);
     }
     *at = w;
   }
@@ -180,7 +201,8 @@ template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, ui
   const int page = kv.block_table[(size_t)s * kv.table_stride + position / K_PAGE_TOKENS];
   uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
   uint32_t k_old = 0, v_old = 0; /* fetched here so that they arrive while the codes are made */
-  if (kv.codec == K_KV_INT4 && n < 16 && (int)threadIdx.x < 2 * d) {
+  const bool has_nibbles = k_kv_has_nibbles(kv.codec), is_fp4 = kv.codec == K_KV_FP4;
+  if (D > 0 && has_nibbles && n < 16 && (int)threadIdx.x < 2 * d) {
     const int i = threadIdx.x, t = i & 3;
     k_old = __ldcg((const uint32_t *)(tile + kv::k_place(d, block * 16 + (i & 7), (i >> 3) * 4).word_bytes));
     v_old = __ldcg((const uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, (i >> 2 & 7) + (i >> 5) * 16).word_bytes));
@@ -198,29 +220,75 @@ template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, ui
       const int i = warp + c * WARPS, is_value = i & 1, slot = slot0 + (i >> 1);
       if (i >= 2 * n) break;
       finish_head<D>(x[c], v, p, angles_at<D>(p, position + (i >> 1), lane), kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
-      if (kv.codec != K_KV_INT4) {
+      if (!has_nibbles) {
         store_plain(p, tile, v, slot, is_value, lane);
         continue;
       }
       uint32_t code[D / 32];
       __half scale[D / 32];
-      kv::quantise4<D / 32>(x[c], code, scale);
+      kv::quantise_nibbles<D / 32>(is_fp4, x[c], code, scale);
 #pragma unroll
       for (int j = 0; j < D / 32; j++) {
         codes[((slot & 15) * 2 + is_value) * D + lane + j * 32] = (uint8_t)code[j];
         if (lane == j) *(__half *)(tile + (is_value ? kv::v_scale_offset(D, slot, j) : kv::k_scale_offset(D, slot, j))) = scale[j];
       }
     }
-  } else { /* int4 pages do not exist for these head sizes */
+  } else { /* every codec stores these head sizes token by token */
     for (int i = warp; i < 2 * n; i += WARPS) {
       load_head<D>(v, p, t0 + (i >> 1), position + (i >> 1), angles<D>{}, kv.n_heads + (i & 1 ? kv.n_kv_heads : 0) + head, lane);
       store_plain(p, tile, v, slot0 + (i >> 1), i & 1, lane);
     }
   }
-  if (kv.codec != K_KV_INT4) return;
+  if (D == 0 || !has_nibbles) return;
   __syncthreads();
-  store_words(tile, codes, d, block, first, n, k_old, v_old);
+  store_words(is_fp4, tile, codes, d, block, first, n, k_old, v_old);
   __syncthreads();
+}
+
+/* k or v of one token and head, where the token's 16-token block has no other token in this step. A warp, which shares nothing with
+ * others. codes: D bytes of its own in shared memory. */
+template <int D> SITS_DEV void append_one(const k_rope_append &p, float *v, uint8_t *codes, int t, int head, bool is_value, int lane) {
+  const k_kv_view &kv = p.kv;
+  const int position = kv.positions[t], slot = position & (K_PAGE_TOKENS - 1);
+  const int page = kv.block_table[(size_t)kv.token_seq[t] * kv.table_stride + position / K_PAGE_TOKENS];
+  uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, D);
+  const bool has_nibbles = k_kv_has_nibbles(kv.codec), is_fp4 = kv.codec == K_KV_FP4;
+  constexpr int MOST = D / 64; /* words of a lane: v two channels each, k four */
+  uint32_t *at[MOST], word[MOST];
+#pragma unroll
+  for (int w = 0; w < MOST; w++) { /* fetched here so that they arrive while the codes are made */
+    const int i = lane + w * 32, d = (i >> 3) * 16 + (i & 7);
+    const bool is_mine = has_nibbles && (is_value || i < D / 4);
+    at[w] = is_mine ? (uint32_t *)(tile + (is_value ? kv::v_place(D, slot, d) : kv::k_place(D, slot, i * 4)).word_bytes) : NULL;
+    word[w] = is_mine ? __ldcg(at[w]) : 0;
+  }
+  float x[D / 32];
+  const int row = kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head;
+  fetch_head<D>(x, p, t, row, lane);
+  finish_head<D>(x, v, p, angles_at<D>(p, position, lane), row, lane);
+  if (!has_nibbles) {
+    store_plain(p, tile, v, slot, is_value, lane);
+    return;
+  }
+  uint32_t code[D / 32];
+  __half scale[D / 32];
+  kv::quantise_nibbles<D / 32>(is_fp4, x, code, scale);
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) {
+    codes[lane + j * 32] = (uint8_t)code[j];
+    if (lane == j) *(__half *)(tile + (is_value ? kv::v_scale_offset(D, slot, j) : kv::k_scale_offset(D, slot, j))) = scale[j];
+  }
+  __syncwarp();
+#pragma unroll
+  for (int w = 0; w < MOST; w++) {
+    const int i = lane + w * 32, d = (i >> 3) * 16 + (i & 7);
+    if (at[w] == NULL) continue;
+    if (is_value)
+      for (int h = 0; h < 2; h++) word[w] = kv::insert_code(is_fp4, word[w], kv::v_place(D, slot, d + 8 * h).slot, codes[d + 8 * h]);
+    else
+      for (int c = 0; c < 4; c++) word[w] = kv::insert_code(is_fp4, word[w], kv::k_place(D, slot, i * 4 + c).slot, codes[i * 4 + c]);
+    *at[w] = word[w];
+  }
 }
 
 /* Query heads. Few tokens (per_cta = 1): a warp per head of the CTA's token; many: a warp per token and four heads, whose loads are in
@@ -257,19 +325,28 @@ template <int D> SITS_DEV void rotate_queries(const k_rope_append &p, float *v, 
   }
 }
 
-template <int D> __global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta) {
+/* is_single: every sequence has one token in the step, and a CTA takes the k and v of KV_HEADS heads. */
+template <int D>
+__global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta, bool is_single) {
   extern __shared__ __align__(16) float shared[];
   grid_trigger();
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float *v = shared + warp * d;
-  if ((int)blockIdx.y >= kv.n_kv_heads) {
-    rotate_queries<D>(p, v, blockIdx.y - kv.n_kv_heads, per_cta, warp, lane);
+  const int kv_rows = is_single ? (kv.n_kv_heads + KV_HEADS - 1) / KV_HEADS : kv.n_kv_heads;
+  if ((int)blockIdx.y >= kv_rows) {
+    rotate_queries<D>(p, v, blockIdx.y - kv_rows, per_cta, warp, lane);
     return;
   }
   uint8_t *codes = (uint8_t *)(shared + WARPS * d); /* [16][2][D] */
   uint32_t starts = __ballot_sync(~0u, lane < per_cta && begins_block(p, blockIdx.x * per_cta + lane));
   grid_wait();
+  if constexpr (D > 0)
+    if (is_single) {
+      const int head = blockIdx.y * KV_HEADS + (warp >> 1);
+      if (starts && head < kv.n_kv_heads) append_one<D>(p, v, codes + warp * D, blockIdx.x, head, warp & 1, lane);
+      return;
+    }
   for (; starts; starts &= starts - 1) append_block<D>(p, v, codes, blockIdx.x * per_cta + __ffs(starts) - 1, blockIdx.y, warp, lane);
 }
 
@@ -300,7 +377,9 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
   }
   const int page = kv.block_table[(size_t)s * kv.table_stride + blockIdx.x];
   const uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
-  if (kv.codec == K_KV_INT4) { /* a word gives 8 values; K: four channels of two tokens, V: two channels of four tokens */
+  if (k_kv_has_nibbles(kv.codec) && k_kv_has_fragments(d)) {
+    /* a word gives 8 values; K: four channels of two tokens, V: two channels of four tokens */
+    const bool is_fp4 = kv.codec == K_KV_FP4;
     for (int i = threadIdx.x; i < 16 * d; i += blockDim.x) {
       const bool is_value = i >= 8 * d;
       const int w = is_value ? i - 8 * d : i, block = w / (2 * d), r = w - block * 2 * d, chunk = r >> 7, q4 = r & 127, lane = q4 >> 2;
@@ -314,7 +393,8 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
           const int token = block * 16 + (is_value ? 2 * t + (c & 1) + (c >> 1) * 8 : g + 8 * h);
           const int ch = step * 16 + (is_value ? g + 8 * h : 4 * t + c);
           const int at = is_value ? kv::v_scale_offset(d, token, ch >> 5) : kv::k_scale_offset(d, token, ch >> 5);
-          const float x = __half2float(*(const __half *)(tile + at)) * (float)((int)kv::extract_nibble(word, kv::nibble_shift(c, h)) - 8);
+          const uint32_t q = kv::extract_code(is_fp4, word, kv::place_slot(c, h));
+          const float x = __half2float(*(const __half *)(tile + at)) * kv::code_value(is_fp4, q);
           dst[gathered_at(p.is_tiled, d, row0 + token, ch)] = __float2half_rn(token < n ? x : 0.f);
         }
     }
@@ -331,17 +411,20 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
 
 extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream at) {
   const int d = a->kv.head_dim;
-  const bool is_int4 = a->kv.codec == K_KV_INT4;
-  if (d > MAX_D || (is_int4 && (d % 32 || (d & (d - 1))))) return cudaErrorInvalidValue;
-  const size_t smem = (size_t)d * 4 * WARPS + (is_int4 ? 32 * d : 0);
+  const bool has_nibbles = k_kv_has_nibbles(a->kv.codec);
+  if (d > MAX_D || (has_nibbles && d % 2)) return cudaErrorInvalidValue;
+  const size_t smem = (size_t)d * 4 * WARPS + (has_nibbles && k_kv_has_fragments(d) ? 32 * d : 0);
   /* Few tokens: a CTA per token, so that nothing is done in turn; many: a warp per token, or empty CTAs would cost more than the work. */
   const int per_cta = a->kv.n_tokens <= 512 ? 1 : WARPS, q_each = per_cta == 1 ? WARPS : Q_HEADS;
   const int q_rows = (a->kv.n_heads + q_each - 1) / q_each;
+  /* A decode step, where a CTA per KV head would have six of eight warps without work and the grid two rounds for one. */
+  const bool is_single = per_cta == 1 && a->is_single && (d == 64 || d == 128);
+  const int kv_rows = is_single ? (a->kv.n_kv_heads + KV_HEADS - 1) / KV_HEADS : a->kv.n_kv_heads;
   return launch_kernel(d == 128  ? rope_append_kernel<128>
                        : d == 64 ? rope_append_kernel<64>
                                  : rope_append_kernel<0>,
-                       dim3((a->kv.n_tokens + per_cta - 1) / per_cta, q_rows + a->kv.n_kv_heads), dim3(THREADS), smem,
-                       (cudaStream_t)at.stream, at.pdl, *a, per_cta);
+                       dim3((a->kv.n_tokens + per_cta - 1) / per_cta, q_rows + kv_rows), dim3(THREADS), smem, (cudaStream_t)at.stream,
+                       at.pdl, *a, per_cta, is_single);
 }
 
 extern "C" int sits_k_kv_gather(const struct k_kv_gather *a, struct k_stream at) {

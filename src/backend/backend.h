@@ -3,7 +3,8 @@
  * Life: backend_find -> open -> compile (program) -> kv_create -> [submit -> wait]* -> destroy/close in reverse order.
  * Rules: 1. One thread (the engine's) calls a backend after open. 2. Past compile and kv_create nothing allocates: submit cannot fail for
  * memory. 3. A sticky device error makes submit and wait return SITS_DEVICE for ever; the process lives on. 4. Op semantics are those of
- * tests/ref. 5. At most one batch is in flight; the arrays of struct backend_batch are read during submit only.
+ * tests/ref. 5. At most `in_flight` batches are in flight, results come in their order; the arrays of struct backend_batch are read during
+ * submit only.
  */
 #ifndef SITS_BACKEND_BACKEND_H
 #define SITS_BACKEND_BACKEND_H
@@ -58,7 +59,7 @@ struct backend_batch {
   int32_t n_tokens;                /* T */
   int32_t n_seqs;                  /* S */
   int32_t n_rows;                  /* R */
-  const int32_t *tokens;           /* [T] */
+  const int32_t *tokens;           /* [T]; where in_flight > 1, -1 - r: the token that the batch before this one draws for its row r */
   const int32_t *positions;        /* [T] position in the sequence, for RoPE and the causal mask */
   const int32_t *seq_start;        /* [S+1] */
   const int32_t *kv_len;           /* [S] tokens of the sequence in the cache once this step's are appended */
@@ -72,6 +73,13 @@ struct backend_result {
   const float *logits;             /* [R][V] f32 on the host, valid until the next submit; NULL when the device drew tokens */
   const int32_t *tokens;           /* [R] drawn on the device, valid until the next submit; else NULL */
   int64_t compute_us;
+};
+
+/* What running steps cost beside computing; zeros where nothing of the kind exists. */
+struct backend_stats {
+  int32_t n_graphs;                /* captured steps */
+  int64_t capture_us;              /* spent on capturing them, in all */
+  uint64_t graph_bytes;            /* device memory they hold */
 };
 
 struct kv_copy { int32_t from_page, to_page; };
@@ -89,6 +97,7 @@ struct backend_vtable {
   const char *name;                /* "cpu" */
   uint32_t fusions;                /* program_fusion bits (backend/program.h) that compile takes */
   bool can_sample;                 /* takes backend_batch.sample */
+  int32_t in_flight;               /* most batches submitted and not waited for; 0 means 1. Of two, at least one must be sampled */
   enum sits_status (*open)(const struct backend_options *options, struct backend **out, struct sits_error *err);
   void (*close)(struct backend *backend);
   void (*info)(const struct backend *backend, struct backend_info *out);
@@ -111,6 +120,8 @@ struct backend_vtable {
   /* Start a batch; then wait for it. */
   enum sits_status (*submit)(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *batch);
   enum sits_status (*wait)(struct backend_program *program, struct backend_result *result);
+
+  void (*stats)(const struct backend_program *program, struct backend_stats *out); /* NULL in a backend without any */
 
   /* Between batches; NULL in a backend that cannot. */
   void (*observe)(struct backend_program *program, const struct backend_observer *observer);

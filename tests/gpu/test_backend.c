@@ -2,12 +2,15 @@
  * copies,
  * swaps, device sampling, and refusals.
  *
- * Models: stories260K (SITS_SHARED_DATA or ../shared/data) and a SmolLM2 file (SITS_TEST_MODEL); those that are absent are skipped.
- * Tolerances, ||cuda - cpu|| / ||cpu|| over all logits. The CPU runs with exact pages (f32) and, for quantised weights, 8-bit activations
- * of
- * its own; CUDA has f16 activations. So f16 and int8 pages must agree within 4 %, int4 pages within 30 % (a 135M model; the codec's
- * error).
+ * Models: stories260K (SITS_SHARED_DATA or ../shared/data), a SmolLM2 file (SITS_TEST_MODEL), and every *.bin of a folder of engine files
+ * (SITS_TEST_ENGINES, one file a recipe); those that are absent are skipped.
+ * Tolerances, ||cuda - cpu|| / ||cpu|| over all logits. The CPU runs with exact pages (f32) and, for quantised weights of model files,
+ * 8-bit activations of its own; CUDA has f16 activations there, and in engine files the file's own. So f16 and int8 pages must agree
+ * within 4 %, nibbles (int4, fp4) within 30 % (models of 0.3 and 135 million parameters; the codec's error).
+ * Engine files with 4-bit activations: 12 % and 35 %: where both sides differ in the last bit before rounding, a value now and then
+ * falls to the other of two levels that lie a fifteenth of the group's range apart.
  */
+#include <dirent.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -124,6 +127,39 @@ static void check_sampling(struct side *cuda, const int32_t *from, const int32_t
   verdict(!status && bad == 0, "greedy on the device, %d rows: status %d, %d differ", rows, status, bad);
 }
 
+/* A step whose tokens the step before draws, submitted before that one is waited for, gives what the same steps give one by one. */
+static void check_ahead(struct side *cuda, int32_t position)
+{
+  const struct backend_vtable *v = cuda->runner.vtable;
+  const struct backend_sample greedy = {.top_p = 1.f};
+  const int32_t start[2] = {0, 1}, row = 0, first = token_of(0, position, cuda->runner.model->config.n_vocab);
+  int32_t table[PAGES], token, at, kv_len, drawn[2][3] = {{0}};
+  for (int32_t i = 0; i < PAGES; i++) table[i] = SEQS * PAGES - 1 - i * SEQS;
+  struct backend_batch b = {.n_tokens = 1, .n_seqs = 1, .n_rows = 1, .tokens = &token, .positions = &at,
+                            .seq_start = start, .kv_len = &kv_len, .block_table = table, .table_stride = PAGES, .row_token = &row,
+                            .sample = &greedy};
+  struct backend_result r = {0};
+  enum sits_status status = SITS_OK;
+  token = -1, at = position, kv_len = position + 1;
+  const bool is_refused = v->submit(cuda->runner.compiled, cuda->runner.kv, &b) == SITS_INVALID_ARGUMENT;
+  for (int32_t ahead = 0; ahead < 2; ahead++)
+    for (int32_t i = 0; i < 3 && !status; i++) {
+      token = i == 0 ? first : ahead ? -1 : drawn[0][i - 1], at = position + i, kv_len = at + 1;
+      status = v->submit(cuda->runner.compiled, cuda->runner.kv, &b);
+      if (!status && ahead && i == 1) { /* a third is too many */
+        token = 0;
+        status = v->submit(cuda->runner.compiled, cuda->runner.kv, &b) == SITS_INVALID_ARGUMENT ? SITS_OK : SITS_INTERNAL;
+      }
+      for (int32_t w = ahead ? i - 1 : i; !status && w >= 0 && w <= (ahead && i < 2 ? i - 1 : i); w++) {
+        status = v->wait(cuda->runner.compiled, &r);
+        if (!status) drawn[ahead][w] = r.tokens[0];
+      }
+    }
+  const bool is_same = memcmp(drawn[0], drawn[1], sizeof drawn[0]) == 0;
+  verdict(!status && is_same && is_refused, "one step ahead: status %d, tokens %d %d %d and %d %d %d", status, drawn[0][0], drawn[0][1],
+          drawn[0][2], drawn[1][0], drawn[1][1], drawn[1][2]);
+}
+
 /* Page swap: read all pages, clear them, write them back. */
 static void swap_pages(struct side *side)
 {
@@ -173,6 +209,7 @@ static void run_model(const char *path, const char *name, const char *codec, dou
   for (int32_t s = 0; s < SEQS; s++) from[s] += part[s], n_new[s] = 1;
   compare(&cpu, &cuda, from, n_new, limit, "decode again");
   check_sampling(&cuda, from, n_new);
+  check_ahead(&cuda, from[0]);
   const int32_t beyond[SEQS] = {PAGES * 64, 1, 1, 1, 1};
   struct backend_result r;
   verdict(step(&cuda, beyond, n_new, NULL, &r) == SITS_INVALID_ARGUMENT, "a position outside the table is refused");
@@ -236,6 +273,26 @@ static void run_buckets(const char *codec, const char *recipe, double limit)
   runner_close(&runner);
 }
 
+/* Every engine file of a folder, with every codec. */
+static void run_engine_files(const char *folder)
+{
+  static const char *const codecs[] = {"f16", "int8", "int4", "fp4"};
+  struct dirent **names = NULL;
+  const int n = scandir(folder, &names, NULL, alphasort);
+  char path[1024];
+  for (int i = 0; i < n; i++) {
+    const char *name = names[i]->d_name, *end = strstr(name, ".bin");
+    const bool has_int4 = strstr(name, "w4a4") != NULL;
+    if (end != NULL && end[4] == 0) {
+      snprintf(path, sizeof path, "%s/%s", folder, name);
+      for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++)
+        run_model(path, name, codecs[c], c < 2 ? has_int4 ? 0.12 : 0.04 : has_int4 ? 0.35 : 0.30);
+    }
+    free(names[i]);
+  }
+  free(names);
+}
+
 int main(void)
 {
   gpu_open();
@@ -245,14 +302,21 @@ int main(void)
   if (access(path, R_OK) == 0) {
     run_model(path, "stories260K", "f16", 0.04);
     run_model(path, "stories260K", "int8", 0.04);
+    run_model(path, "stories260K", "int4", 0.30);
+    run_model(path, "stories260K", "fp4", 0.30);
   } else
     printf("SKIP  %s is absent\n", path);
   if (big && access(big, R_OK) == 0) {
     run_model(big, "SmolLM2", "f16", 0.04);
     run_model(big, "SmolLM2", "int8", 0.04);
     run_model(big, "SmolLM2", "int4", 0.30);
+    run_model(big, "SmolLM2", "fp4", 0.30);
   } else
     printf("SKIP  SITS_TEST_MODEL is not set\n");
+  if (getenv("SITS_TEST_ENGINES") != NULL)
+    run_engine_files(getenv("SITS_TEST_ENGINES"));
+  else
+    printf("SKIP  SITS_TEST_ENGINES is not set\n");
   run_buckets("int4", "w4a16", 0.02);
   run_buckets("int4", "w4a8", 0.06);
   run_buckets("f16", "w4a16", 0.02);

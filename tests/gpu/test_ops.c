@@ -74,9 +74,62 @@ static void run_convert(int32_t n_rows, int32_t width, enum k_act_source source)
   gpu_release_all();
 }
 
+/* One group of 32 as tensor/act_format.h says; outliers count as zero and are left alone. */
+static void ref_round_group(const float *x, const uint8_t *outliers, int32_t c0, bool is_int8, float *y) {
+  float lo = 0, hi = 0;
+  for (int32_t i = 0; i < 32; i++)
+    if (!(outliers && outliers[(c0 + i) / 8] >> (c0 + i) % 8 & 1)) lo = fminf(lo, x[i]), hi = fmaxf(hi, x[i]);
+  const float s = (hi - lo) / (is_int8 ? 254.f : 15.f);
+  const float z = is_int8 ? rintf((hi + lo) / (2 * s)) : rintf(-lo / s), least = is_int8 ? z - 127 : -z, last = is_int8 ? z + 127 : 15 - z;
+  for (int32_t i = 0; i < 32; i++) y[i] = hi > lo ? s * fminf(fmaxf(rintf(x[i] / s), least), last) : 0;
+}
+
+/* Rounded activations. A value within rounding error of the middle between two levels may fall to either side: few do. */
+static void run_round(int32_t n_rows, int32_t width, enum k_act_round round, int32_t n_outliers, int32_t frag_m) {
+  const int32_t padded = k_blocks(width) * 128;
+  const size_t n = (size_t)n_rows * width, n_out = frag_m ? (size_t)padded * frag_m : (size_t)n_rows * padded;
+  uint16_t *half = host_alloc(n * 2), *got = host_alloc(n_out * 2);
+  float *x = host_alloc(n * 4), *want = host_alloc(n * 4);
+  uint8_t *outliers = n_outliers ? host_alloc(width / 8) : NULL;
+  if (outliers) memset(outliers, 0, width / 8);
+  for (int32_t i = 0; i < n_outliers; i++) outliers[i * 37 % width / 8] |= (uint8_t)(1 << i * 37 % width % 8);
+  int32_t n_far = 0;
+  for (int32_t r = 0; r < n_rows; r++) {
+    float most = 0;
+    for (int32_t c = 0; c < width; c++) {
+      const bool is_outlier = outliers && outliers[c / 8] >> c % 8 & 1;
+      const size_t i = (size_t)r * width + c;
+      x[i] = round_half((rand_unit() + 0.3f) * (is_outlier ? 40 : 2) * (c / 32 % 5 == 4 ? 0 : 1));
+      half[i] = half_bits(x[i]);
+      if (is_outlier) most = fmaxf(most, fabsf(x[i]));
+    }
+    float *y = want + (size_t)r * width;
+    for (int32_t c = 0; c < width; c += 32) ref_round_group(x + (size_t)r * width + c, outliers, c, round == K_ROUND_INT8, y + c);
+    for (int32_t c = 0; outliers && c < width; c++)
+      if (outliers[c / 8] >> c % 8 & 1) y[c] = most > 0 ? most / 127 * rintf(x[(size_t)r * width + c] / (most / 127)) : 0;
+  }
+  struct k_convert a = {K_SRC_F16, gpu_copy(half, n * 2), width, n_rows, width,
+                        {.form = frag_m ? K_ACT_FRAG_F16 : K_ACT_ROW_F16,
+                         .data = gpu_alloc(n_out * 2),
+                         .tile = frag_m,
+                         .round = round,
+                         .outliers = outliers ? gpu_copy(outliers, width / 8) : NULL}};
+  gpu_check_call(sits_k_convert(&a, gpu_stream()), "sits_k_convert");
+  gpu_read(got, a.out.data, n_out * 2);
+  for (int32_t r = 0; r < n_rows; r++)
+    for (int32_t c = 0; c < width; c++) {
+      const size_t at = frag_m ? (size_t)k_frag_index(frag_m, c, r) : (size_t)r * padded + c;
+      const float v = half_value(got[at]), w = want[(size_t)r * width + c];
+      n_far += !(fabsf(v - w) <= 6e-4f * fabsf(w) + 1e-6f);
+    }
+  verdict(n_far * 2000 <= (int64_t)n, "round %dx%d to %d bits, %d outliers, %s: %d of %zu differ", n_rows, width,
+          round == K_ROUND_INT8 ? 8 : 4, n_outliers, frag_m ? "fragments" : "rows", n_far, n);
+  gpu_release_all();
+}
+
 static void run_embed(enum k_w4_format format, bool packed) {
   const int32_t vocab = 100, width = 576, n = 5, m = 8, parts = k_w4a16_ssq_parts(width);
-  static const int32_t tokens[5] = {0, 99, 17, 16, 1000};
+  static const int32_t tokens[5] = {0, 99, -2, 16, 1000}, drawn[2] = {5, 17}, ids[5] = {0, 99, 17, 16, 0};
   struct test_weight w = random_weight(vocab, width, format, false);
   float *gain = host_alloc(width * 4), *got = host_alloc((size_t)n * width * 4), *want = host_alloc((size_t)n * width * 4),
         *ssq = host_alloc((size_t)parts * m * 4);
@@ -85,11 +138,12 @@ static void run_embed(enum k_w4_format format, bool packed) {
   for (int32_t i = 0; i < width; i++) gain[i] = 1 + rand_unit() / 2;
   for (int32_t t = 0; t < n; t++)
     for (int32_t c = 0; c < width; c++) {
-      float v = w.values[(size_t)(tokens[t] < vocab ? tokens[t] : 0) * width + c];
+      float v = w.values[(size_t)ids[t] * width + c];
       want[(size_t)t * width + c] = packed ? v : round_half(v);
     }
   const size_t frag = (size_t)k_blocks(width) * 128 * m * 2;
   struct k_embed a = {gpu_copy(tokens, sizeof tokens),
+                      gpu_copy(drawn, sizeof drawn),
                       packed ? gpu_copy(w.packed, w.packed_bytes) : gpu_copy(table, (size_t)vocab * width * 2),
                       packed,
                       format,
@@ -211,6 +265,12 @@ int main(void) {
   run_convert(9, 4096, K_SRC_F16);
   run_convert(5, 14336, K_SRC_F16_GATE_UP);
   run_convert(4, 1536, K_SRC_F32_GATE_UP);
+  run_round(3, 576, K_ROUND_INT8, 0, 0);
+  run_round(5, 576, K_ROUND_INT8, 0, 8);
+  run_round(33, 1536, K_ROUND_INT4, 0, 0);
+  run_round(16, 4096, K_ROUND_INT4, 64, 16);
+  run_round(2, 14336, K_ROUND_INT4, 128, 0);
+  run_round(1, 64, K_ROUND_INT4, 1, 1);
   run_embed(K_W4_G128, true);
   run_embed(K_W4_G32M, true);
   run_embed(K_W4_G128, false);

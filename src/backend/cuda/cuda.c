@@ -1,8 +1,9 @@
 /* The CUDA backend's vtable (backend/backend.h): the device, checks of each batch, a step's inputs and results.
  *
  * submit copies the step's index arrays from pinned memory, then launches a captured graph (decode steps) or the launches one by one,
- * then
- * the copy of the results; wait blocks on an event. Nothing here allocates after compile and kv_create. */
+ * then the copy of the results; wait blocks on an event. Two batches may be in flight: each has pinned memory of its own (struct
+ * cuda_slot), device buffers are used in stream order, and the second may take the tokens that the first draws. Nothing here allocates
+ * after compile and kv_create. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -99,8 +100,17 @@ static void cuda_info(const struct backend *backend, struct backend_info *out)
 
 static uint64_t cuda_program_bytes(const struct backend_program *p) { return p->n_bytes; }
 
-/* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. */
-static bool is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b)
+static struct cuda_slot *slot_before(struct backend_program *p) { return &p->slots[(p->next_slot + CUDA_IN_FLIGHT - 1) % CUDA_IN_FLIGHT]; }
+
+/* An id of the vocabulary, or a row that the batch in flight draws. */
+static bool is_token(const struct backend_program *p, int32_t token, int32_t n_drawn)
+{
+  return token >= 0 ? token < p->program->dims.n_vocab : -1 - token < n_drawn;
+}
+
+/* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. n_drawn: rows that the batch in flight
+ * draws. */
+static bool is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, int32_t n_drawn)
 {
   const struct program_dims *d = &p->program->dims;
   const struct kv_geometry *g = &kv->geometry;
@@ -113,7 +123,7 @@ static bool is_valid(const struct backend_program *p, const struct backend_kv *k
     if (t1 < t0 || t1 > b->n_tokens) return false;
     if (t1 == t0) continue;
     for (int32_t t = t0; t < t1; t++)
-      if (b->positions[t] < 0 || b->positions[t] != b->positions[t0] + (t - t0) || b->tokens[t] < 0 || b->tokens[t] >= d->n_vocab)
+      if (b->positions[t] < 0 || b->positions[t] != b->positions[t0] + (t - t0) || !is_token(p, b->tokens[t], n_drawn))
         return false;
     const int32_t n_pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
     if (b->kv_len[s] != b->positions[t1 - 1] + 1 || n_pages > b->table_stride || n_pages > p->max_pages) return false;
@@ -136,10 +146,10 @@ static bool is_decode_batch(const struct backend_batch *b)
 }
 
 /* Pinned copies of the batch's arrays, padded to n_seqs sequences of one token where that is more than the batch has. */
-static void fill_inputs(struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, struct cuda_inputs *in,
+static void fill_inputs(const struct backend_kv *kv, const struct backend_batch *b, const struct cuda_inputs *in, int32_t *host,
                         int32_t n_seqs, bool has_fast_decode)
 {
-  int32_t *seq_start = in->host, *kv_len = seq_start + in->max_seqs + 1, *row_token = kv_len + in->max_seqs,
+  int32_t *seq_start = host, *kv_len = seq_start + in->max_seqs + 1, *row_token = kv_len + in->max_seqs,
           *offset = row_token + in->max_seqs, *tokens = offset + in->max_seqs, *positions = tokens + in->max_tokens,
           *token_seq = positions + in->max_tokens;
   memcpy(seq_start, b->seq_start, (size_t)(b->n_seqs + 1) * sizeof(int32_t));
@@ -154,10 +164,10 @@ static void fill_inputs(struct backend_program *p, const struct backend_kv *kv, 
     seq_start[s + 1] = b->n_tokens, kv_len[s] = 0, row_token[s] = s, offset[s] = 0;
     tokens[s] = positions[s] = 0, token_seq[s] = -1;
   }
-  (void)p;
 }
 
-static enum sits_status copy_inputs(struct backend_program *p, const struct backend_batch *b, const struct cuda_inputs *in)
+static enum sits_status copy_inputs(struct backend_program *p, const struct cuda_slot *slot, const struct backend_batch *b,
+                                    const struct cuda_inputs *in, const int32_t *host)
 {
   struct backend *backend = p->backend;
   int32_t cols = 1;
@@ -167,31 +177,32 @@ static enum sits_status copy_inputs(struct backend_program *p, const struct back
   }
   if (cols > b->table_stride) cols = b->table_stride;
   for (int32_t s = 0; s < b->n_seqs; s++)
-    memcpy(p->host_table + (size_t)s * (size_t)cols, b->block_table + (int64_t)s * b->table_stride, (size_t)cols * sizeof(int32_t));
+    memcpy(slot->host_table + (size_t)s * (size_t)cols, b->block_table + (int64_t)s * b->table_stride, (size_t)cols * sizeof(int32_t));
   enum sits_status status = CUDA_CALL(
-      backend, cudaMemcpyAsync(in->device, in->host, (size_t)in->n_words * sizeof(int32_t), cudaMemcpyHostToDevice, backend->stream));
+      backend, cudaMemcpyAsync(in->device, host, (size_t)in->n_words * sizeof(int32_t), cudaMemcpyHostToDevice, backend->stream));
   if (status != SITS_OK) return status;
   const size_t row = (size_t)cols * sizeof(int32_t);
-  return CUDA_CALL(backend, cudaMemcpy2DAsync(p->table, (size_t)p->max_pages * sizeof(int32_t), p->host_table, row, row,
+  return CUDA_CALL(backend, cudaMemcpy2DAsync(p->table, (size_t)p->max_pages * sizeof(int32_t), slot->host_table, row, row,
                                               (size_t)b->n_seqs, cudaMemcpyHostToDevice, backend->stream));
 }
 
-static enum sits_status copy_samples(struct backend_program *p, const struct backend_batch *b, int32_t n_rows)
+static enum sits_status copy_samples(struct backend_program *p, const struct cuda_slot *slot, const struct backend_batch *b,
+                                     int32_t n_rows)
 {
   for (int32_t r = 0; r < n_rows; r++) {
     const struct backend_sample greedy = {.temperature = 0.f, .top_p = 1.f}, *s = r < b->n_rows ? &b->sample[r] : &greedy;
-    p->host_sample_rows[r] = (struct k_sample_row){s->temperature, s->top_p, s->min_p, s->top_k, s->u};
+    slot->host_sample_rows[r] = (struct k_sample_row){s->temperature, s->top_p, s->min_p, s->top_k, s->u};
   }
-  return CUDA_CALL(p->backend, cudaMemcpyAsync(p->sample_rows, p->host_sample_rows, (size_t)n_rows * sizeof *p->sample_rows,
+  return CUDA_CALL(p->backend, cudaMemcpyAsync(p->sample_rows, slot->host_sample_rows, (size_t)n_rows * sizeof *p->sample_rows,
                                                cudaMemcpyHostToDevice, p->backend->stream));
 }
 
-static enum sits_status copy_results(struct backend_program *p, const struct backend_batch *b)
+static enum sits_status copy_results(struct backend_program *p, const struct cuda_slot *slot, const struct backend_batch *b)
 {
   struct backend *backend = p->backend;
   if (b->n_rows == 0) return SITS_OK;
   if (b->sample != NULL)
-    return CUDA_CALL(backend, cudaMemcpyAsync(p->host_sampled, p->sampled, (size_t)b->n_rows * sizeof(int32_t), cudaMemcpyDeviceToHost,
+    return CUDA_CALL(backend, cudaMemcpyAsync(slot->host_sampled, p->sampled, (size_t)b->n_rows * sizeof(int32_t), cudaMemcpyDeviceToHost,
                                               backend->stream));
   const size_t bytes = (size_t)b->n_rows * (size_t)p->head->rows * sizeof(float);
   return CUDA_CALL(backend, cudaMemcpyAsync(p->host_logits, p->logits, bytes, cudaMemcpyDeviceToHost, backend->stream));
@@ -207,55 +218,72 @@ static bool is_long_batch(const struct backend_batch *b)
   return sum > LONG_TOKENS;
 }
 
-static enum sits_status cuda_submit(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *b)
+/* Copies in, launches, copies out, between the slot's two events. */
+static enum sits_status enqueue(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *b)
 {
   struct backend *backend = p->backend;
-  p->has_result = false;
-  if (backend->is_failed) return SITS_DEVICE;
-  if (!is_valid(p, kv, b)) return SITS_INVALID_ARGUMENT;
-  p->submit_us = clock_monotonic_us();
+  const struct cuda_slot *slot = &p->slots[p->next_slot];
   const bool has_fast_decode = cuda_has_fast_decode(p, kv), is_decode = is_decode_batch(b);
   const bool is_capturable =
       is_decode && !backend->options.no_graphs && (has_fast_decode || !k_attn_prefill_takes(p->program->dims.head_dim));
   const int32_t bucket = is_capturable ? cuda_graph_bucket(b->n_seqs, p->decode.max_seqs) : 0;
   struct cuda_inputs *in = bucket > 0 ? &p->decode : &p->general;
-  fill_inputs(p, kv, b, in, bucket > 0 ? bucket : b->n_seqs, has_fast_decode);
-  enum sits_status status = CUDA_CALL(backend, cudaEventRecord(p->started, backend->stream));
-  if (status == SITS_OK) status = copy_inputs(p, b, in);
-  if (status == SITS_OK && b->sample != NULL && b->n_rows > 0) status = copy_samples(p, b, bucket > 0 ? bucket : b->n_rows);
+  int32_t *host = in->host[p->next_slot];
+  fill_inputs(kv, b, in, host, bucket > 0 ? bucket : b->n_seqs, has_fast_decode);
+  enum sits_status status = CUDA_CALL(backend, cudaEventRecord(slot->started, backend->stream));
+  if (status == SITS_OK) status = copy_inputs(p, slot, b, in, host);
+  if (status == SITS_OK && b->sample != NULL && b->n_rows > 0) status = copy_samples(p, slot, b, bucket > 0 ? bucket : b->n_rows);
   if (status == SITS_OK && bucket > 0)
     status = cuda_graph_run(p, kv, bucket, b->sample != NULL, is_long_batch(b) && b->n_seqs <= CUDA_FAST_TOKENS);
   else if (status == SITS_OK) {
     const struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, is_long_batch(b), b};
     status = cuda_run(p, kv, &step, (struct k_stream){(struct CUstream_st *)backend->stream, true});
   }
-  if (status == SITS_OK) status = copy_results(p, b);
-  if (status == SITS_OK) status = CUDA_CALL(backend, cudaEventRecord(p->done, backend->stream));
+  if (status == SITS_OK) status = copy_results(p, slot, b);
+  return status == SITS_OK ? CUDA_CALL(backend, cudaEventRecord(slot->done, backend->stream)) : status;
+}
+
+static enum sits_status cuda_submit(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *b)
+{
+  const struct cuda_slot *before = p->n_pending > 0 ? slot_before(p) : NULL;
+  struct cuda_slot *slot = &p->slots[p->next_slot];
+  if (p->backend->is_failed) return SITS_DEVICE;
+  if (p->n_pending == CUDA_IN_FLIGHT || (before != NULL && !before->is_sampled && b->sample == NULL)) return SITS_INVALID_ARGUMENT;
+  if (!is_valid(p, kv, b, before != NULL && before->is_sampled ? before->n_rows : 0)) return SITS_INVALID_ARGUMENT;
+  enum sits_status status = cuda_fault_step(p->backend);
+  if (status == SITS_OK) status = enqueue(p, kv, b);
   if (status != SITS_OK) return status;
-  p->is_sampled_pending = b->sample != NULL;
-  p->has_result = true;
+  slot->is_sampled = b->sample != NULL;
+  slot->n_rows = b->n_rows;
+  p->next_slot = (p->next_slot + 1) % CUDA_IN_FLIGHT;
+  p->n_pending++;
   return SITS_OK;
 }
 
 static enum sits_status cuda_wait(struct backend_program *p, struct backend_result *result)
 {
+  const struct cuda_slot *slot = &p->slots[(p->next_slot + CUDA_IN_FLIGHT - p->n_pending) % CUDA_IN_FLIGHT];
   float ms = 0.f;
   if (p->backend->is_failed) return SITS_DEVICE;
-  if (!p->has_result) return SITS_INVALID_ARGUMENT;
-  enum sits_status status = CUDA_CALL(p->backend, cudaEventSynchronize(p->done));
-  if (status == SITS_OK) status = CUDA_CALL(p->backend, cudaEventElapsedTime(&ms, p->started, p->done));
+  if (p->n_pending == 0) return SITS_INVALID_ARGUMENT;
+  enum sits_status status = CUDA_CALL(p->backend, cudaEventSynchronize(slot->done));
+  if (status == SITS_OK) status = CUDA_CALL(p->backend, cudaEventElapsedTime(&ms, slot->started, slot->done));
   if (status != SITS_OK) return status;
-  *result = (struct backend_result){.logits = p->is_sampled_pending ? NULL : p->host_logits,
-                                    .tokens = p->is_sampled_pending ? p->host_sampled : NULL,
+  p->n_pending--;
+  *result = (struct backend_result){.logits = slot->is_sampled ? NULL : p->host_logits,
+                                    .tokens = slot->is_sampled ? slot->host_sampled : NULL,
                                     .compute_us = (int64_t)(ms * 1000.f)};
   return SITS_OK;
 }
+
+static void cuda_stats(const struct backend_program *p, struct backend_stats *out) { *out = p->stats; }
 
 const struct backend_vtable backend_cuda = {
     .abi = BACKEND_ABI,
     .name = "cuda",
     .fusions = PROGRAM_FUSE_GROUP | PROGRAM_FUSE_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV | PROGRAM_FUSE_SWIGLU | PROGRAM_FUSE_ADD,
     .can_sample = true,
+    .in_flight = CUDA_IN_FLIGHT,
     .open = cuda_open,
     .close = cuda_close,
     .info = cuda_info,
@@ -270,4 +298,5 @@ const struct backend_vtable backend_cuda = {
     .kv_write_page = cuda_kv_write_page,
     .submit = cuda_submit,
     .wait = cuda_wait,
+    .stats = cuda_stats,
 };

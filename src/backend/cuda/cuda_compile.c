@@ -59,17 +59,21 @@ static enum sits_status read_layer(struct reader *r, struct cuda_layer *layer)
   const struct program_op *op;
   TRY(expect(r, PROGRAM_LINEAR, PROGRAM_FUSE_NORM | PROGRAM_FUSE_QKV | PROGRAM_FUSE_ROPE, 3, &op));
   layer->qkv = intern(p, op, false);
+  TRY(cuda_act_plan(p, layer->qkv, op, r->err));
   TRY(cuda_vector_load(p->backend, p, op->gain, &layer->attn_gain, r->err));
   TRY(cuda_vector_load(p->backend, p, op->q_gain, &layer->q_gain, r->err));
   TRY(cuda_vector_load(p->backend, p, op->k_gain, &layer->k_gain, r->err));
   TRY(expect(r, PROGRAM_ATTENTION, 0, -1, &op));
   TRY(expect(r, PROGRAM_LINEAR, PROGRAM_FUSE_ADD, 1, &op));
   layer->o = intern(p, op, false);
+  TRY(cuda_act_plan(p, layer->o, op, r->err));
   TRY(expect(r, PROGRAM_LINEAR, PROGRAM_FUSE_NORM | PROGRAM_FUSE_SWIGLU, 2, &op));
   layer->gate_up = intern(p, op, true);
+  TRY(cuda_act_plan(p, layer->gate_up, op, r->err));
   TRY(cuda_vector_load(p->backend, p, op->gain, &layer->ffn_gain, r->err));
   TRY(expect(r, PROGRAM_LINEAR, PROGRAM_FUSE_ADD, 1, &op));
   layer->down = intern(p, op, false);
+  TRY(cuda_act_plan(p, layer->down, op, r->err));
   const struct cuda_weight *no_bias[] = {layer->o, layer->gate_up, layer->down};
   for (size_t i = 0; i < 3; i++)
     for (int32_t k = 0; k < no_bias[i]->n_parts; k++)
@@ -93,6 +97,7 @@ static enum sits_status read_program(struct backend_program *p, struct sits_erro
   TRY(expect(&r, PROGRAM_SELECT_ROWS, 0, -1, &op));
   TRY(expect(&r, PROGRAM_LINEAR, PROGRAM_FUSE_NORM, 1, &op));
   p->head = intern(p, op, false);
+  TRY(cuda_act_plan(p, p->head, op, err));
   if (op->parts[0].bias != NULL) return sits_fail(err, SITS_UNSUPPORTED, "cuda: %s: bias not supported", op->parts[0].bias->name);
   TRY(cuda_vector_load(p->backend, p, op->gain, &p->final_gain, err));
   if (r.at != p->program->n_ops) return sits_fail(err, SITS_UNSUPPORTED, "cuda: op %d after the head", r.at);
@@ -102,12 +107,18 @@ static enum sits_status read_program(struct backend_program *p, struct sits_erro
 static enum sits_status load_weights(struct backend_program *p, struct sits_error *err)
 {
   for (int32_t i = 0; i < p->n_weights; i++) TRY(cuda_weight_plan(&p->weights[i], err));
-  for (int32_t i = 0; i < p->n_weights; i++) TRY(cuda_weight_load(p->backend, p, &p->weights[i], 77u * (uint32_t)i + 1u, err));
+  struct cuda_stage stage;
+  enum sits_status status = cuda_stage_init(p->backend, &stage);
+  if (status != SITS_OK) (void)sits_fail(err, status, "cuda: no pinned memory for the upload of weights");
+  for (int32_t i = 0; i < p->n_weights && status == SITS_OK; i++)
+    status = cuda_weight_load(p->backend, p, &p->weights[i], &stage, 77u * (uint32_t)i + 1u, err);
+  cuda_stage_fini(p->backend, &stage);
+  TRY(status);
   p->is_fast = p->backend->compute_major == 9;
   for (int32_t l = 0; l < p->program->dims.n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];
-    p->is_fast = p->is_fast && layer->qkv->form == CUDA_W4 && layer->o->form == CUDA_W4 && layer->gate_up->form == CUDA_W4 &&
-                 layer->down->form == CUDA_W4;
+    const struct cuda_weight *weights[] = {layer->qkv, layer->o, layer->gate_up, layer->down};
+    for (size_t i = 0; i < 4; i++) p->is_fast = p->is_fast && weights[i]->form == CUDA_W4 && weights[i]->round == K_ROUND_NONE;
   }
   return SITS_OK;
 }
@@ -128,8 +139,9 @@ static bool make_inputs(struct backend_program *p, struct cuda_inputs *in, int32
   in->max_seqs = max_seqs;
   in->n_words = 3LL * max_tokens + 4LL * max_seqs + 1;
   in->device = cuda_memory_alloc(p->backend, p, (size_t)in->n_words * sizeof(int32_t));
-  in->host = cuda_pinned_alloc(p->backend, p, (size_t)in->n_words * sizeof(int32_t));
-  if (in->device == NULL || in->host == NULL) return false;
+  if (in->device == NULL) return false;
+  for (int32_t i = 0; i < CUDA_IN_FLIGHT; i++)
+    if ((in->host[i] = cuda_pinned_alloc(p->backend, p, (size_t)in->n_words * sizeof(int32_t))) == NULL) return false;
   in->seq_start = in->device;
   in->kv_len = in->seq_start + max_seqs + 1;
   in->row_token = in->kv_len + max_seqs;
@@ -183,15 +195,29 @@ static bool make_workspaces(struct backend_program *p)
   ok = ok && (p->logits = cuda_memory_alloc(b, p, (r + 16) * (size_t)p->head->rows * sizeof(float))) != NULL;
   ok = ok && (p->host_logits = cuda_pinned_alloc(b, p, r * (size_t)p->head->rows * sizeof(float))) != NULL;
   ok = ok && (p->table = cuda_memory_alloc(b, p, r * (size_t)p->max_pages * sizeof(int32_t))) != NULL;
-  ok = ok && (p->host_table = cuda_pinned_alloc(b, p, r * (size_t)p->max_pages * sizeof(int32_t))) != NULL;
   ok = ok && (p->sample_rows = cuda_memory_alloc(b, p, r * sizeof *p->sample_rows)) != NULL;
-  ok = ok && (p->host_sample_rows = cuda_pinned_alloc(b, p, r * sizeof *p->sample_rows)) != NULL;
   ok = ok && (p->sampled = cuda_memory_alloc(b, p, r * sizeof(int32_t))) != NULL;
-  ok = ok && (p->host_sampled = cuda_pinned_alloc(b, p, r * sizeof(int32_t))) != NULL;
   ok = ok && (p->attn_workspace = cuda_memory_alloc(b, p, k_attn_decode_workspace_bytes(b->n_sm, d->head_dim))) != NULL;
   ok = ok && (p->attn_counters = cuda_memory_alloc(b, p, r * (size_t)d->n_kv_heads * sizeof(int32_t))) != NULL;
   const int32_t seqs = p->max_rows, graph = seqs < CUDA_GRAPH_TOKENS ? seqs : CUDA_GRAPH_TOKENS;
   return ok && make_inputs(p, &p->general, p->max_tokens, seqs) && make_inputs(p, &p->decode, graph, graph);
+}
+
+static enum sits_status make_slots(struct backend_program *p, struct sits_error *err)
+{
+  struct backend *b = p->backend;
+  const size_t r = (size_t)p->max_rows;
+  for (int32_t i = 0; i < CUDA_IN_FLIGHT; i++) {
+    struct cuda_slot *slot = &p->slots[i];
+    slot->host_table = cuda_pinned_alloc(b, p, r * (size_t)p->max_pages * sizeof(int32_t));
+    slot->host_sample_rows = cuda_pinned_alloc(b, p, r * sizeof *slot->host_sample_rows);
+    slot->host_sampled = cuda_pinned_alloc(b, p, r * sizeof(int32_t));
+    if (slot->host_table == NULL || slot->host_sample_rows == NULL || slot->host_sampled == NULL)
+      return sits_fail(err, SITS_NOMEM, "cuda: out of pinned memory");
+    TRY(CUDA_CALL(b, cudaEventCreate(&slot->started)));
+    TRY(CUDA_CALL(b, cudaEventCreate(&slot->done)));
+  }
+  return SITS_OK;
 }
 
 static enum sits_status check_dims(const struct program *program, struct sits_error *err)
@@ -200,12 +226,6 @@ static enum sits_status check_dims(const struct program *program, struct sits_er
   if (d->n_embd % 8 || d->head_dim % 4 || (d->n_heads * d->head_dim) % 8 || d->head_dim > 256 || d->n_heads % d->n_kv_heads)
     return sits_fail(err, SITS_UNSUPPORTED, "cuda: width %d, heads %d of %d, head size %d are not supported", d->n_embd, d->n_heads,
                      d->n_kv_heads, d->head_dim);
-  for (int32_t i = 0; i < program->n_ops; i++) { /* a file's precision is kept or refused, never quietly another */
-    const struct act_format *act = program->ops[i].act;
-    if (act != NULL && act->kind != ACT_BACKEND && act->kind != ACT_FLOAT)
-      return sits_fail(err, SITS_UNSUPPORTED, "cuda: the model's file asks for %s activations, which this backend does not promise",
-                       act_kind_name(act->kind));
-  }
   return program_check(program, err);
 }
 
@@ -231,8 +251,7 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
   if (status == SITS_OK && !make_workspaces(p))
     status =
         sits_fail(err, SITS_NOMEM, "cuda: workspaces for %d tokens and %d sequences do not fit the device", p->max_tokens, p->max_rows);
-  if (status == SITS_OK) status = CUDA_CALL(backend, cudaEventCreate(&p->started));
-  if (status == SITS_OK) status = CUDA_CALL(backend, cudaEventCreate(&p->done));
+  if (status == SITS_OK) status = make_slots(p, err);
   if (status == SITS_OK) status = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream));
   if (status != SITS_OK) {
     if (status == SITS_DEVICE) (void)sits_fail(err, SITS_DEVICE, "cuda: the device has failed");
@@ -250,8 +269,10 @@ void cuda_program_destroy(struct backend_program *p)
   (void)cudaStreamSynchronize(p->backend->stream);
   cuda_graph_clear(p);
   cuda_gemm_fini(p);
-  if (p->started) (void)cudaEventDestroy(p->started);
-  if (p->done) (void)cudaEventDestroy(p->done);
+  for (int32_t i = 0; i < CUDA_IN_FLIGHT; i++) {
+    if (p->slots[i].started) (void)cudaEventDestroy(p->slots[i].started);
+    if (p->slots[i].done) (void)cudaEventDestroy(p->slots[i].done);
+  }
   cuda_memory_free_owner(p->backend, p);
   mem_free(p->weights);
   mem_free(p->layers);

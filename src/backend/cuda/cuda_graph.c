@@ -5,6 +5,7 @@
  * Everything that changes from step to step lies in fixed device buffers (struct cuda_inputs, the page table), so a captured graph serves
  * every batch of its bucket. Rows beyond the batch hold token 0 and no sequence: they are computed and ignored. */
 #include "backend/cuda/cuda_internal.h"
+#include "base/clock.h"
 
 int32_t cuda_graph_bucket(int32_t n, int32_t max_seqs)
 {
@@ -18,6 +19,7 @@ void cuda_graph_clear(struct backend_program *p)
 {
   for (int32_t i = 0; i < p->n_graphs; i++) (void)cudaGraphExecDestroy(p->graphs[i].exec);
   p->n_graphs = 0;
+  p->stats = (struct backend_stats){0};
 }
 
 static enum sits_status capture(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, bool is_long,
@@ -54,8 +56,16 @@ enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv
       return CUDA_CALL(b, cudaGraphLaunch(p->graphs[i].exec, b->stream));
   if (p->n_graphs == CUDA_MAX_GRAPHS) cuda_graph_clear(p);
   cudaGraphExec_t exec = NULL;
-  const enum sits_status status = capture(p, kv, bucket, is_sampled, is_long, &exec);
+  size_t free_before = 0, free_after = 0, total = 0;
+  const int64_t started_us = clock_monotonic_us();
+  (void)cudaMemGetInfo(&free_before, &total);
+  enum sits_status status = capture(p, kv, bucket, is_sampled, is_long, &exec);
+  if (status == SITS_OK) status = CUDA_CALL(b, cudaGraphUpload(exec, b->stream));
   if (status != SITS_OK) return status;
+  (void)cudaMemGetInfo(&free_after, &total);
+  p->stats.n_graphs++;
+  p->stats.capture_us += clock_monotonic_us() - started_us;
+  p->stats.graph_bytes += free_before > free_after ? free_before - free_after : 0;
   p->graphs[p->n_graphs++] = (struct cuda_graph){bucket, is_sampled, is_long, exec};
   return CUDA_CALL(b, cudaGraphLaunch(exec, b->stream));
 }

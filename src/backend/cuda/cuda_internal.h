@@ -9,7 +9,7 @@
  *
  * Files: cuda.c (vtable, checks of a batch), cuda_memory.c (allocation, errors), cuda_weights.c (packing), cuda_compile.c (program to
  * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_graph.c (captured steps),
- * cuda_kv.c (pages).
+ * cuda_kv.c (pages), cuda_act.c (rounded activations).
  */
 #ifndef SITS_BACKEND_CUDA_INTERNAL_H
 #define SITS_BACKEND_CUDA_INTERNAL_H
@@ -30,6 +30,7 @@
 #define CUDA_LT_WORKSPACE (64u << 20)
 #define CUDA_MAX_LT_PLANS 256
 #define CUDA_MAX_GRAPHS 64
+#define CUDA_IN_FLIGHT 2             /* batches submitted and not waited for */
 
 enum cuda_recipe { CUDA_RECIPE_AUTO, CUDA_RECIPE_W4A16, CUDA_RECIPE_W4A8 };
 
@@ -61,6 +62,9 @@ struct cuda_weight {
   void *data;                       /* packed tiles, or f16 [rows][k_blocks*128] */
   float *channel;                   /* scales are channel * integer; NULL: not of that kind */
   float *bias;                      /* [rows] or NULL */
+  const struct act_format *act;     /* how the LINEAR's input is rounded; NULL: as the backend likes */
+  enum k_act_round round;           /* the same as kernels say it */
+  uint8_t *outliers;                /* bits of the columns that stay in 8 bits, or NULL */
 };
 
 struct cuda_layer {
@@ -71,13 +75,23 @@ struct cuda_layer {
 /* One step's index arrays, on the device and in pinned memory in the same order, so that one copy fills them. */
 struct cuda_inputs {
   int32_t max_tokens, max_seqs;
-  int32_t *device, *host;
+  int32_t *device, *host[CUDA_IN_FLIGHT];
   int32_t *tokens, *positions, *token_seq, *seq_start, *kv_len, *row_token, *offset; /* into device */
   int64_t n_words;
 };
 
 struct cuda_lt_plan { int32_t rows, cols, n; int kind; cublasLtMatmulAlgo_t algo; cublasLtMatmulDesc_t op; cublasLtMatrixLayout_t a, b,
   d; };
+
+/* One batch between submit and wait: the pinned memory that its copies read and write. */
+struct cuda_slot {
+  int32_t *host_table;              /* [S][pages], packed */
+  struct k_sample_row *host_sample_rows; /* [R] */
+  int32_t *host_sampled;            /* [R] */
+  cudaEvent_t started, done;
+  int32_t n_rows;
+  bool is_sampled;
+};
 
 struct cuda_graph { int32_t bucket; bool is_sampled, is_long; cudaGraphExec_t exec; };
 
@@ -95,9 +109,9 @@ struct backend_program {
   bool is_fast;                     /* layers all packed 4-bit and sm_90: the fast path exists */
   int32_t max_tokens, max_rows, max_pages; /* T, S and R, pages of a sequence */
   struct cuda_inputs decode, general;
-  int32_t *table, *host_table;      /* [S][max_pages] device; pinned, packed */
-  struct k_sample_row *sample_rows, *host_sample_rows;
-  int32_t *sampled, *host_sampled;  /* [R] */
+  int32_t *table;                   /* [S][max_pages] */
+  struct k_sample_row *sample_rows; /* [R] */
+  int32_t *sampled;                 /* [R] of the last sampled batch, until the next one's end */
   float *h;                         /* [T][E] */
   void *frag_e[3], *frag_a[3], *frag_f[3]; /* m = 1, 8, 16 */
   float *ssq[3];
@@ -112,10 +126,9 @@ struct backend_program {
   struct cuda_graph graphs[CUDA_MAX_GRAPHS];
   int32_t n_graphs;
   const struct backend_kv *graphs_kv; /* page memory that the graphs were captured with */
-  cudaEvent_t started, done;
-  int32_t n_rows_pending;
-  bool is_sampled_pending, has_result;
-  int64_t submit_us;
+  struct cuda_slot slots[CUDA_IN_FLIGHT];
+  int32_t next_slot, n_pending;     /* slot of the next batch; batches in flight, the oldest first */
+  struct backend_stats stats;
 };
 
 struct backend_kv {
@@ -135,18 +148,32 @@ enum sits_status cuda_check(struct backend *backend, int error, const char *what
 void *cuda_memory_alloc(struct backend *backend, const void *owner, size_t bytes);
 void *cuda_pinned_alloc(struct backend *backend, const void *owner, size_t bytes);
 void cuda_memory_free_owner(struct backend *backend, const void *owner);
+/* Called before each step is enqueued: what a test asked for in the environment (cuda_memory.c), SITS_DEBUG_CHECKS builds only. */
+enum sits_status cuda_fault_step(struct backend *backend) SITS_MUST_CHECK;
 uint64_t cuda_memory_of(const struct backend *backend, const void *owner); /* device bytes */
 
 /* ---- cuda_weights.c ---- */
 /* Form, format and shape from the parts' types; no device work. */
 enum sits_status cuda_weight_plan(struct cuda_weight *weight, struct sits_error *err) SITS_MUST_CHECK;
-/* Pack and upload. */
-enum sits_status cuda_weight_load(struct backend *backend, const void *owner, struct cuda_weight *weight, uint32_t seed,
-                                  struct sits_error *err) SITS_MUST_CHECK;
+/* Two pieces of pinned memory through which weights travel, for the time of loading. fini waits for the copies. */
+#define CUDA_STAGE_BYTES (64 << 20)
+struct cuda_stage { uint8_t *host[2]; cudaEvent_t copied[2]; int32_t next; };
+enum sits_status cuda_stage_init(struct backend *backend, struct cuda_stage *stage) SITS_MUST_CHECK;
+void cuda_stage_fini(struct backend *backend, struct cuda_stage *stage);
+/* Pack and start the upload. */
+enum sits_status cuda_weight_load(struct backend *backend, const void *owner, struct cuda_weight *weight, struct cuda_stage *stage,
+                                  uint32_t seed, struct sits_error *err) SITS_MUST_CHECK;
 /* A vector as f32 on the device; NULL utd gives NULL. A vector without data is all ones. */
 enum sits_status cuda_vector_load(struct backend *backend, const void *owner, const struct sits_utd *utd, float **out,
                                   struct sits_error *err) SITS_MUST_CHECK;
 int64_t cuda_weight_bytes(const struct cuda_weight *weight);
+
+/* ---- cuda_act.c: activations that a model's file wants rounded (tensor/act_format.h) ---- */
+/* Note how the input of op's weight is rounded; two ops that share a weight must agree. */
+enum sits_status cuda_act_plan(struct backend_program *p, struct cuda_weight *weight, const struct program_op *op,
+                               struct sits_error *err) SITS_MUST_CHECK;
+/* The form in which a step of n rows multiplies this weight, its rounding included. */
+struct k_act cuda_act_form(const struct backend_program *p, const struct cuda_weight *weight, int32_t n);
 
 /* ---- cuda_compile.c ---- */
 enum sits_status cuda_compile(struct backend *backend, const struct program *program, struct backend_program **out,

@@ -12,6 +12,7 @@ static bool codec_of(enum kv_codec codec, enum k_kv_codec *out)
   case KV_F16: *out = K_KV_F16; return true;
   case KV_INT8: *out = K_KV_INT8; return true;
   case KV_INT4: *out = K_KV_INT4; return true;
+  case KV_FP4: *out = K_KV_FP4; return true;
   default: return false;
   }
 }
@@ -20,7 +21,7 @@ uint64_t cuda_kv_page_bytes(const struct kv_geometry *g)
 {
   enum k_kv_codec codec;
   if (!codec_of(g->codec, &codec) || g->head_dim < 1 || g->head_dim > 256) return 0;
-  if (codec == K_KV_INT4 && g->head_dim != 64 && g->head_dim != 128) return 0; /* fragment order and rotation want these */
+  if (k_kv_has_nibbles(codec) && g->head_dim % 2) return 0;
   const uint64_t bytes = (uint64_t)g->n_layers * (uint64_t)g->n_kv_heads * (uint64_t)k_kv_tile_bytes(codec, g->head_dim);
   return (bytes + 15) / 16 * 16;
 }

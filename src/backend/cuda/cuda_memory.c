@@ -4,6 +4,7 @@
 #include "backend/cuda/cuda_internal.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/log.h"
 
@@ -17,18 +18,43 @@ enum sits_status cuda_check(struct backend *backend, int error, const char *what
   return SITS_DEVICE;
 }
 
-/* Fault injection for tests: allocation number SITS_CUDA_FAIL_ALLOC (from 1) is refused. */
-static bool is_fault_due(void)
+#ifdef SITS_DEBUG_CHECKS
+/* Faults for tests, SITS_CUDA_FAULT in the environment, n counted from 1: "alloc:n" refuses the n-th allocation, "launch:n" makes a launch
+ * of the n-th step fail, "trap:n" makes a kernel of the n-th step trap, so that the device is lost to this process. */
+static bool is_fault_due(const char *kind, long count)
+{
+  const char *text = getenv("SITS_CUDA_FAULT");
+  const size_t n = strlen(kind);
+  return text != NULL && strncmp(text, kind, n) == 0 && text[n] == ':' && strtol(text + n + 1, NULL, 10) == count;
+}
+
+static bool is_alloc_refused(void)
 {
   static long n_calls;
-  const char *text = getenv("SITS_CUDA_FAIL_ALLOC");
-  return text != NULL && ++n_calls == strtol(text, NULL, 10);
+  return is_fault_due("alloc", ++n_calls);
 }
+
+enum sits_status cuda_fault_step(struct backend *backend)
+{
+  static long n_steps;
+  const struct k_stream at = {(struct CUstream_st *)backend->stream, false};
+  n_steps++;
+  if (is_fault_due("launch", n_steps)) return CUDA_CALL(backend, sits_k_fault(false, at));
+  return is_fault_due("trap", n_steps) ? CUDA_CALL(backend, sits_k_fault(true, at)) : SITS_OK;
+}
+#else
+static bool is_alloc_refused(void) { return false; }
+enum sits_status cuda_fault_step(struct backend *backend)
+{
+  (void)backend;
+  return SITS_OK;
+}
+#endif
 
 static void *alloc_block(struct backend *backend, const void *owner, size_t bytes, bool is_pinned)
 {
   void *data = NULL;
-  if (backend->is_failed || backend->n_blocks == CUDA_MAX_BLOCKS || is_fault_due()) return NULL;
+  if (backend->is_failed || backend->n_blocks == CUDA_MAX_BLOCKS || is_alloc_refused()) return NULL;
   if (bytes == 0) bytes = 16;
   const cudaError_t e = is_pinned ? cudaHostAlloc(&data, bytes, cudaHostAllocDefault) : cudaMalloc(&data, bytes);
   if (e != cudaSuccess) {

@@ -145,7 +145,8 @@ static enum sits_status attention(struct backend_program *p, struct backend_kv *
                                        .q_gain = layer->q_gain,
                                        .k_gain = layer->k_gain,
                                        .eps = p->program->dims.rms_eps,
-                                       .q = p->q};
+                                       .q = p->q,
+                                       .is_single = step->is_decode};
   LAUNCH(sits_k_rope_append(&append, at));
   if (step->is_decode && has_fast_decode) return decode_attention(p, &view, layer, p->q, frag_m, frag_m ? frag : p->attn, at);
   if (k_attn_prefill_takes(view.head_dim)) {
@@ -169,6 +170,7 @@ static enum sits_status embed(struct backend_program *p, const struct cuda_step 
 {
   const struct program_dims *d = &p->program->dims;
   struct k_embed a = {.tokens = step->in->tokens,
+                      .drawn = p->sampled,
                       .table = p->embed->data,
                       .is_packed = p->embed->form == CUDA_W4,
                       .format = p->embed->format,
@@ -188,7 +190,7 @@ static enum sits_status embed(struct backend_program *p, const struct cuda_step 
 static enum sits_status head(struct backend_program *p, const struct cuda_step *step, int32_t n_slabs, struct k_stream at)
 {
   const struct program_dims *d = &p->program->dims;
-  const struct k_act x = cuda_gemm_form(p, p->head, step->n_rows);
+  const struct k_act x = cuda_act_form(p, p->head, step->n_rows);
   const struct k_norm norm = {p->h,
                               p->slabs,
                               n_slabs,
@@ -249,7 +251,7 @@ static enum sits_status run_fast(struct backend_program *p, struct backend_kv *k
     LAUNCH(sits_k_w4a16(&down, n_sm, at));
   }
   if (step->n_rows == 0) return SITS_OK;
-  if (!step->is_decode || p->head->form != CUDA_W4) return head(p, step, 0, at);
+  if (!step->is_decode || p->head->form != CUDA_W4 || p->head->round != K_ROUND_NONE) return head(p, step, 0, at);
   struct k_w4a16 logits = fast_gemm(p->head, n, p->frag_e[i]);
   with_norm(&logits, p, i);
   logits.output = K_OUT_F32, logits.y = p->logits, logits.ld = p->head->rows;
@@ -275,24 +277,24 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
   TRY(embed(p, step, 0, 0, at));
   for (int32_t l = 0; l < d->n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];
-    struct k_act x = cuda_gemm_form(p, layer->qkv, n);
+    struct k_act x = cuda_act_form(p, layer->qkv, n);
     enum k_act_source source;
     TRY(norm(p, step, n_slabs, layer->attn_gain, &x, at));
     const bool is_split = x.form == K_ACT_TILE_S8;
     TRY(cuda_gemm(p, layer->qkv, n, &x, is_split ? CUDA_GEMM_SLABS : CUDA_GEMM_F16, p->qkv, &n_slabs, NULL, at));
     TRY(attention(p, kv, step, l, is_split ? n_slabs : 0, 0, NULL, at));
-    x = cuda_gemm_form(p, layer->o, n);
-    if (x.form == K_ACT_ROW_F16 && heads % K_GROUP == 0)
+    x = cuda_act_form(p, layer->o, n);
+    if (x.form == K_ACT_ROW_F16 && x.round == K_ROUND_NONE && heads % K_GROUP == 0)
       x.data = p->attn;
     else {
       const struct k_convert convert = {K_SRC_F16, p->attn, heads, n, heads, x};
       LAUNCH(sits_k_convert(&convert, at));
     }
     TRY(cuda_gemm(p, layer->o, n, &x, CUDA_GEMM_SLABS, NULL, &n_slabs, NULL, at));
-    x = cuda_gemm_form(p, layer->gate_up, n);
+    x = cuda_act_form(p, layer->gate_up, n);
     TRY(norm(p, step, n_slabs, layer->ffn_gain, &x, at));
     TRY(cuda_gemm(p, layer->gate_up, n, &x, CUDA_GEMM_SWIGLU, NULL, NULL, &source, at));
-    x = cuda_gemm_form(p, layer->down, n);
+    x = cuda_act_form(p, layer->down, n);
     const int32_t width = layer->gate_up->rows / 2;
     const struct k_convert convert = {source, p->gate_up, source == K_SRC_F16 ? width : 2 * width, n, width, x};
     LAUNCH(sits_k_convert(&convert, at));

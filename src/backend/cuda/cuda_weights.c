@@ -9,7 +9,8 @@
  *   I4, groups of 128 n  K_W4_G128            the group's scale (exact); without minimums only
  *   I4, no data          K_W4_G128            random (synthetic models)
  *   others               f16 rows             rounded to f16
- * A weight of several parts is 4-bit only when all its parts are. Rows are packed by all cores into host memory, then copied.
+ * A weight of several parts is 4-bit only when all its parts are. Row tiles are packed by all cores straight from the mapped file into one
+ * of two pieces of pinned memory, while the other is on its way to the device.
  */
 #include <math.h>
 #include <pthread.h>
@@ -162,12 +163,13 @@ static void pack_row_w4(const struct cuda_weight *w, uint8_t *tile, int32_t r, c
       put_half(scales + (g % 4) * 64 + (r & 7) * 8 + (r >> 3) * 4, scale);
       put_half(scales + (g % 4) * 64 + (r & 7) * 8 + (r >> 3) * 4 + 2, minimum);
     }
-    for (int32_t i = 0; i < 32; i++) {
+    for (int32_t i = 0; i < 32; i += 4) { /* four columns share a word, eight bits apart: one rotation places them all */
       int32_t word, rotate;
-      uint32_t bits, q = codes[i];
+      uint32_t bits, q;
       k_w4_place(r, (g % 4) * 32 + i, &word, &rotate);
+      memcpy(&q, codes + i, 4);
       memcpy(&bits, unit + word * 4, 4);
-      bits |= rotate ? q << rotate | q >> (32 - rotate) : q;
+      bits |= q << rotate | q >> (32 - rotate); /* by 6 or by 2 */
       memcpy(unit + word * 4, &bits, 4);
     }
   }
@@ -193,10 +195,16 @@ static void pack_row_f16(const struct cuda_weight *w, uint16_t *out, const struc
 
 struct pack_job {
   const struct cuda_weight *w;
-  uint8_t *out;
+  uint8_t *out;                     /* of the first tile */
+  int32_t first, end;               /* row tiles */
   _Atomic int32_t next;
   _Atomic bool is_starved;
 };
+
+static int64_t tile_bytes_of(const struct cuda_weight *w)
+{
+  return (int64_t)k_blocks(w->cols) * (w->form == CUDA_W4 ? k_w4_unit_bytes(w->format) : 16 * K_GROUP * 2);
+}
 
 static void *pack_worker(void *arg)
 {
@@ -207,28 +215,33 @@ static void *pack_worker(void *arg)
     atomic_store(&job->is_starved, true);
     return NULL;
   }
-  const int64_t tile_bytes = (int64_t)k_blocks(w->cols) * (w->form == CUDA_W4 ? k_w4_unit_bytes(w->format) : 16 * K_GROUP * 2);
-  for (int32_t t = atomic_fetch_add(&job->next, 1); t < k_row_tiles(w->rows); t = atomic_fetch_add(&job->next, 1))
-    for (int32_t r = 0; r < 16; r++) {
+  const int64_t tile_bytes = tile_bytes_of(w), row_bytes = (int64_t)k_blocks(w->cols) * K_GROUP * 2;
+  for (int32_t t = atomic_fetch_add(&job->next, 1); t < job->end; t = atomic_fetch_add(&job->next, 1)) {
+    uint8_t *tile = job->out + (t - job->first) * tile_bytes;
+    const int32_t n_rows = w->form == CUDA_W4 || w->rows - t * 16 >= 16 ? 16 : w->rows - t * 16; /* f16 rows are not padded to tiles */
+    memset(tile, 0, (size_t)(w->form == CUDA_W4 ? tile_bytes : n_rows * row_bytes));
+    for (int32_t r = 0; r < n_rows; r++) {
       const struct sits_utd *utd;
       int32_t at;
       if (t * 16 + r >= w->rows || !source_row(w, t * 16 + r, &utd, &at)) continue;
       if (w->form == CUDA_W4)
-        pack_row_w4(w, job->out + t * tile_bytes, r, utd, at);
+        pack_row_w4(w, tile, r, utd, at);
       else
-        pack_row_f16(w, (uint16_t *)(job->out + t * tile_bytes) + (int64_t)r * k_blocks(w->cols) * K_GROUP, utd, at, scratch);
+        pack_row_f16(w, (uint16_t *)(tile + r * row_bytes), utd, at, scratch);
     }
+  }
   mem_free(scratch);
   return NULL;
 }
 
-static enum sits_status pack(const struct cuda_weight *w, uint8_t *out)
+/* Row tiles first .. end - 1 into out. */
+static enum sits_status pack(const struct cuda_weight *w, int32_t first, int32_t end, uint8_t *out)
 {
-  struct pack_job job = {.w = w, .out = out};
+  struct pack_job job = {.w = w, .out = out, .first = first, .end = end, .next = first};
   pthread_t threads[MAX_PACKERS];
   int32_t n = 0;
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  while (n < MAX_PACKERS && n < cores - 1 && pthread_create(&threads[n], NULL, pack_worker, &job) == 0) n++;
+  while (n < MAX_PACKERS && n < cores - 1 && n < end - first - 1 && pthread_create(&threads[n], NULL, pack_worker, &job) == 0) n++;
   pack_worker(&job);
   for (int32_t i = 0; i < n; i++) pthread_join(threads[i], NULL);
   return atomic_load(&job.is_starved) ? SITS_NOMEM : SITS_OK;
@@ -253,8 +266,48 @@ static enum sits_status load_bias(struct backend *backend, const void *owner, st
   return status;
 }
 
-enum sits_status cuda_weight_load(struct backend *backend, const void *owner, struct cuda_weight *w, uint32_t seed,
-                                  struct sits_error *err)
+enum sits_status cuda_stage_init(struct backend *backend, struct cuda_stage *stage)
+{
+  *stage = (struct cuda_stage){0};
+  for (int32_t i = 0; i < 2; i++) {
+    if ((stage->host[i] = cuda_pinned_alloc(backend, stage, CUDA_STAGE_BYTES)) == NULL) return SITS_NOMEM;
+    const enum sits_status status = CUDA_CALL(backend, cudaEventCreateWithFlags(&stage->copied[i], cudaEventDisableTiming));
+    if (status != SITS_OK) return status;
+  }
+  return SITS_OK;
+}
+
+void cuda_stage_fini(struct backend *backend, struct cuda_stage *stage)
+{
+  (void)cudaStreamSynchronize(backend->stream);
+  for (int32_t i = 0; i < 2; i++)
+    if (stage->copied[i]) (void)cudaEventDestroy(stage->copied[i]);
+  cuda_memory_free_owner(backend, stage);
+}
+
+/* Piece by piece: wait until a piece's last copy has ended, pack into it, start its copy. */
+static enum sits_status upload(struct backend *backend, const struct cuda_weight *w, struct cuda_stage *stage)
+{
+  const int64_t tile_bytes = tile_bytes_of(w), total = cuda_weight_bytes(w);
+  const int32_t n_tiles = k_row_tiles(w->rows), step = (int32_t)(CUDA_STAGE_BYTES / tile_bytes);
+  if (step < 1) return SITS_UNSUPPORTED; /* rows of more than two million columns */
+  for (int32_t t = 0; t < n_tiles; t += step) {
+    const int32_t end = n_tiles - t < step ? n_tiles : t + step, i = stage->next;
+    const int64_t from = t * tile_bytes, to = end * tile_bytes < total ? end * tile_bytes : total;
+    stage->next = !i;
+    enum sits_status status = CUDA_CALL(backend, cudaEventSynchronize(stage->copied[i]));
+    if (status == SITS_OK) status = pack(w, t, end, stage->host[i]);
+    if (status == SITS_OK)
+      status = CUDA_CALL(backend, cudaMemcpyAsync((uint8_t *)w->data + from, stage->host[i], (size_t)(to - from), cudaMemcpyHostToDevice,
+                                                  backend->stream));
+    if (status == SITS_OK) status = CUDA_CALL(backend, cudaEventRecord(stage->copied[i], backend->stream));
+    if (status != SITS_OK) return status;
+  }
+  return SITS_OK;
+}
+
+enum sits_status cuda_weight_load(struct backend *backend, const void *owner, struct cuda_weight *w, struct cuda_stage *stage,
+                                  uint32_t seed, struct sits_error *err)
 {
   const size_t bytes = (size_t)cuda_weight_bytes(w);
   w->data = cuda_memory_alloc(backend, owner, bytes);
@@ -267,11 +320,7 @@ enum sits_status cuda_weight_load(struct backend *backend, const void *owner, st
                                    seed,    w->channel};
     return CUDA_CALL(backend, sits_k_fill_w4(&fill, (struct k_stream){(struct CUstream_st *)backend->stream, false}));
   }
-  uint8_t *host = mem_calloc(1, bytes);
-  if (host == NULL) return sits_fail(err, SITS_NOMEM, "cuda: %s: no host memory to pack it", w->parts[0].weight->name);
-  enum sits_status status = pack(w, host);
-  if (status == SITS_OK) status = CUDA_CALL(backend, cudaMemcpy(w->data, host, bytes, cudaMemcpyHostToDevice));
-  mem_free(host);
+  const enum sits_status status = upload(backend, w, stage);
   if (status != SITS_OK) return sits_fail(err, status, "cuda: %s: upload failed", w->parts[0].weight->name);
   return load_bias(backend, owner, w, err);
 }

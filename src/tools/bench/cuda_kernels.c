@@ -3,6 +3,8 @@
  * A figure is the median over graph replays of a chain of the kernel over distinct weights or pages (nothing stays in the L2 that would
  * not in a real step), divided by the chain's length; "serial" is plain stream order, "pdl" joins launches by programmatic edges. Bytes
  * are those the kernel must move; percent is bytes over time against the rate of a plain streaming read.
+ * Arguments: [FILE [SECTION [NAME]]], FILE for the JSON, SECTION one of few, attention, many, prefill, NAME a part of the names that are
+ * measured; all where they are absent.
  */
 #include "tools/bench/bench.h"
 
@@ -22,6 +24,7 @@ struct lab {
   int32_t n_sm;
   int failed; /* first CUDA error */
   double read_tb_s;
+  const char *only; /* part of the names that are measured, NULL = all */
   uint8_t *weights, *kv;
   void *weight[LAYERS][4], *head;
   float *channel, *h, *gain, *ssq, *f32, *workspace, *act_scale;
@@ -119,6 +122,7 @@ static double median_us(struct lab *lab, body_fn body, const void *arg, bool pdl
 /* One line and one JSON row. bytes and operations of one link of the chain. */
 static void report(struct lab *lab, const char *name, body_fn body, const void *arg, int links, double bytes, double operations)
 {
+  if (lab->only != NULL && strstr(name, lab->only) == NULL) return;
   const double serial = median_us(lab, body, arg, false) / links, pdl = median_us(lab, body, arg, true) / links;
   if (lab->failed) return;
   const double floor_us = bytes / lab->read_tb_s / 1e6, percent = pdl > 0 ? 100 * floor_us / pdl : 0;
@@ -134,6 +138,7 @@ struct decode_arg {
   int32_t n_tokens, which;
   bool has_attention;
   int32_t context;
+  enum k_kv_codec codec;
 }; /* which: 0..3 one GEMM, 4 head, 5 the chain */
 
 static struct k_stream at_of(const struct lab *lab, bool pdl) { return (struct k_stream){(struct CUstream_st *)lab->stream, pdl}; }
@@ -159,13 +164,13 @@ static void launch_w4a16(struct lab *lab, int layer, int which, int32_t n, bool 
   check(lab, sits_k_w4a16(&a, lab->n_sm, at_of(lab, pdl)), "w4a16");
 }
 
-static void launch_attention(struct lab *lab, int layer, int32_t n_seqs, int32_t context, int32_t frag_m, bool pdl)
+static void launch_attention(struct lab *lab, int layer, enum k_kv_codec codec, int32_t n_seqs, int32_t context, int32_t frag_m, bool pdl)
 {
   const bool is_long = (int64_t)n_seqs * context > 16384;
-  const int64_t tile = k_kv_tile_bytes(K_KV_INT4, D);
+  const int64_t tile = k_kv_tile_bytes(codec, D);
   const struct k_attn_decode a = {.kv = {.pool = lab->kv,
                                          .page_bytes = tile * G * LAYERS,
-                                         .codec = K_KV_INT4,
+                                         .codec = codec,
                                          .layer = layer,
                                          .n_heads = H,
                                          .n_kv_heads = G,
@@ -189,12 +194,12 @@ static void launch_attention(struct lab *lab, int layer, int32_t n_seqs, int32_t
   check(lab, sits_k_attn_decode(&a, lab->n_sm, at_of(lab, pdl)), "attention");
 }
 
-static void launch_append(struct lab *lab, int layer, int32_t n_seqs, bool pdl)
+static void launch_append(struct lab *lab, int layer, enum k_kv_codec codec, int32_t n_seqs, bool pdl)
 {
-  const int64_t tile = k_kv_tile_bytes(K_KV_INT4, D);
+  const int64_t tile = k_kv_tile_bytes(codec, D);
   const struct k_rope_append a = {.kv = {.pool = lab->kv,
                                          .page_bytes = tile * G * LAYERS,
-                                         .codec = K_KV_INT4,
+                                         .codec = codec,
                                          .layer = layer,
                                          .n_heads = H,
                                          .n_kv_heads = G,
@@ -210,7 +215,8 @@ static void launch_append(struct lab *lab, int layer, int32_t n_seqs, bool pdl)
                                   .rope = {lab->gain, 1.f, D, false},
                                   .qkv = lab->wide,
                                   .eps = 1e-5f,
-                                  .q = lab->act};
+                                  .q = lab->act,
+                                  .is_single = true};
   check(lab, sits_k_rope_append(&a, at_of(lab, pdl)), "append");
 }
 
@@ -225,9 +231,9 @@ static void decode_body(struct lab *lab, const void *arg, bool pdl)
     for (int i = 0; i < 4; i++) {
       if (a->which != 5 && a->which != i) continue;
       launch_w4a16(lab, l, i, a->n_tokens, pdl);
-      if (a->which == 5 && i == 0 && a->has_attention && a->n_tokens > 8) launch_append(lab, l, a->n_tokens, pdl);
+      if (a->which == 5 && i == 0 && a->has_attention && a->n_tokens > 8) launch_append(lab, l, a->codec, a->n_tokens, pdl);
       if (a->which == 5 && i == 0 && a->has_attention)
-        launch_attention(lab, l, a->n_tokens, a->context, k_w4a16_tokens(a->n_tokens), pdl);
+        launch_attention(lab, l, a->codec, a->n_tokens, a->context, k_w4a16_tokens(a->n_tokens), pdl);
     }
   if (a->which == 5) launch_w4a16(lab, 0, 4, a->n_tokens, pdl);
 }
@@ -260,7 +266,7 @@ static void few_tokens(struct lab *lab)
       report(lab, name, decode_body, &arg, i == 4 ? 4 : LAYERS, bytes, 0);
       if (i < 4) all += LAYERS * bytes;
     }
-    const struct decode_arg chain = {tokens[t], 5, false, 0}, with = {tokens[t], 5, true, 1024};
+    const struct decode_arg chain = {tokens[t], 5, false, 0}, with = {tokens[t], 5, true, 1024, K_KV_INT4};
     snprintf(name, sizeof name, "w4a16 T=%d all GEMMs of a step", tokens[t]);
     report(lab, name, decode_body, &chain, 1, all, 0);
     set_batch(lab, tokens[t], 1024);
@@ -275,8 +281,8 @@ static void attention_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
   for (int l = 0; l < LAYERS; l++) {
-    if (a->which == 1) launch_append(lab, l, a->n_tokens, pdl);
-    launch_attention(lab, l, a->n_tokens, a->context, 0, pdl);
+    if (a->which == 1) launch_append(lab, l, a->codec, a->n_tokens, pdl);
+    launch_attention(lab, l, a->codec, a->n_tokens, a->context, 0, pdl);
   }
 }
 
@@ -284,18 +290,18 @@ static void attention(struct lab *lab)
 {
   static const int32_t cases[][2] = {{1, 1024},  {8, 1024},  {32, 1024}, {64, 1024}, {128, 1024}, {1, 2048},
                                      {32, 2048}, {64, 2048}, {4, 4096},  {4, 8192},  {4, 16384},  {4, 32768}};
+  static const enum k_kv_codec codecs[] = {K_KV_INT4, K_KV_FP4};
   char name[64];
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    const struct decode_arg arg = {cases[i][0], 0, true, cases[i][1]};
-    set_batch(lab, cases[i][0], cases[i][1]);
-    snprintf(name, sizeof name, "attention int4 %d x %d", cases[i][0], cases[i][1]);
-    if (cases[i][0] == 64 || cases[i][0] == 32) {
-      const struct decode_arg both = {cases[i][0], 1, true, cases[i][1]};
-      report(lab, "  rotation and append, then", attention_body, &both, LAYERS, (double)cases[i][0] * cases[i][1] * 1152, 0);
+  for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++)
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+      const struct decode_arg arg = {cases[i][0], 0, true, cases[i][1], codecs[c]}, both = {cases[i][0], 1, true, cases[i][1], codecs[c]};
+      const double tokens = (double)cases[i][0] * cases[i][1];
+      set_batch(lab, cases[i][0], cases[i][1]);
+      snprintf(name, sizeof name, "attention %s %d x %d", codecs[c] == K_KV_FP4 ? "fp4" : "int4", cases[i][0], cases[i][1]);
+      if (cases[i][0] == 64 || cases[i][0] == 32)
+        report(lab, "  rotation and append, then", attention_body, &both, LAYERS, tokens * 1152, 0);
+      report(lab, name, attention_body, &arg, LAYERS, tokens * 1152, tokens * H * D * 4);
     }
-    report(lab, name, attention_body, &arg, LAYERS, (double)cases[i][0] * cases[i][1] * 1152,
-           (double)cases[i][0] * cases[i][1] * H * D * 4);
-  }
 }
 
 /* ---- 17 and more tokens ---- */
@@ -420,7 +426,7 @@ static void read_body(struct lab *lab, const void *arg, bool pdl)
 
 int bench_kernels(int argc, char **argv)
 {
-  struct lab lab = {.rows = json_array()};
+  struct lab lab = {.rows = json_array(), .only = argc > 3 ? argv[3] : NULL};
   int device = 0;
   check(&lab, cudaGetDevice(&device), "device");
   if (!lab.failed) check(&lab, cudaDeviceGetAttribute(&lab.n_sm, cudaDevAttrMultiProcessorCount, device), "device");
@@ -435,10 +441,10 @@ int bench_kernels(int argc, char **argv)
     const double us = median_us(&lab, read_body, NULL, false);
     lab.read_tb_s = us > 0 ? (double)((int64_t)KV_GIB << 30) / us / 1e6 : 1;
     fprintf(stderr, "streaming read: %.3f TB/s\n", lab.read_tb_s);
-    few_tokens(&lab);
-    attention(&lab);
-    many_tokens(&lab);
-    prefill_attention(&lab);
+    static const struct { const char *name; void (*run)(struct lab *lab); } sections[] = {
+        {"few", few_tokens}, {"attention", attention}, {"many", many_tokens}, {"prefill", prefill_attention}};
+    for (size_t i = 0; i < sizeof sections / sizeof *sections; i++)
+      if (argc < 3 || strcmp(argv[2], sections[i].name) == 0) sections[i].run(&lab);
   }
   json_t *out = bench_header("kernels", argc, argv);
   json_object_update_new(out, json_pack("{s:s, s:f, s:O}", "device", "cuda", "read_tb_per_s", lab.read_tb_s, "kernels", lab.rows));

@@ -2,7 +2,10 @@
  *
  * What is timed is what a server pays per step: submit and wait with logits of the last token of each sequence. Token ids are random but
  * fixed. Prefill reads one prompt in chunks of --max-batch-tokens; decode runs --steps steps on sequences that already hold --context
- * tokens. Each figure is the median of --repeat runs (prefill) or of all steps (decode).
+ * tokens. Each figure is the median of --repeat runs (prefill) or of all steps (decode). "host" is the time that submit takes: what
+ * the processor does for a step. Where a device draws tokens and takes a second batch, --sample measures decode a second time, one step
+ * ahead: each step is submitted while the one before runs and reads the tokens drawn there. The device is then never without work, so
+ * the difference between the two is the time it idles between steps otherwise.
  */
 #include <stdio.h>
 #include <string.h>
@@ -61,7 +64,7 @@ struct steps {
   int32_t *tokens, *positions, *seq_start, *kv_len, *table, *rows;
   struct backend_sample *sample; /* NULL: fetch logits */
   int32_t pages_per_seq;
-  int64_t device_us;           /* of the last step */
+  int64_t device_us, host_us;  /* of the last step */
 };
 
 static void steps_fini(struct steps *steps)
@@ -95,8 +98,8 @@ static bool steps_init(struct steps *steps, const struct runner *runner, int64_t
   return true;
 }
 
-/* One step: n_seqs sequences, each with n_new tokens from position `from` on; returns microseconds, negative on failure. */
-static int64_t run_step(struct steps *steps, int32_t first_seq, int32_t n_seqs, int32_t from, int32_t n_new)
+/* n_seqs sequences, each with n_new tokens from position `from` on. is_fed: the tokens are those that the batch before draws. */
+static enum sits_status submit_step(struct steps *steps, int32_t first_seq, int32_t n_seqs, int32_t from, int32_t n_new, bool is_fed)
 {
   const struct runner *runner = steps->runner;
   int32_t n_vocab = runner->model->config.n_vocab;
@@ -106,7 +109,8 @@ static int64_t run_step(struct steps *steps, int32_t first_seq, int32_t n_seqs, 
     steps->rows[s] = (s + 1) * n_new - 1;
     for (int32_t i = 0; i < n_new; i++) {
       steps->positions[s * n_new + i] = from + i;
-      steps->tokens[s * n_new + i] = (int32_t)(hash_mix((uint64_t)(first_seq + s), (uint64_t)(from + i)) % (uint64_t)n_vocab);
+      steps->tokens[s * n_new + i] =
+          is_fed ? -1 - s : (int32_t)(hash_mix((uint64_t)(first_seq + s), (uint64_t)(from + i)) % (uint64_t)n_vocab);
     }
   }
   steps->seq_start[n_seqs] = n_seqs * n_new;
@@ -115,16 +119,48 @@ static int64_t run_step(struct steps *steps, int32_t first_seq, int32_t n_seqs, 
       .seq_start = steps->seq_start, .kv_len = steps->kv_len, .row_token = steps->rows, .table_stride = steps->pages_per_seq,
       .sample = steps->sample,
       .block_table = steps->table + (size_t)first_seq * (size_t)steps->pages_per_seq};
+  const int64_t start_us = clock_monotonic_us();
+  const enum sits_status status = runner->vtable->submit(runner->compiled, runner->kv, &batch);
+  steps->host_us = clock_monotonic_us() - start_us;
+  return status;
+}
+
+static enum sits_status wait_step(struct steps *steps)
+{
   struct backend_result result;
-  int64_t start_us = clock_monotonic_us();
-  enum sits_status status = runner->vtable->submit(runner->compiled, runner->kv, &batch);
-  if (!status) status = runner->vtable->wait(runner->compiled, &result);
-  if (status) {
-    fprintf(stderr, "a step failed: %s\n", sits_status_info(status)->text);
-    return -1;
+  const enum sits_status status = steps->runner->vtable->wait(steps->runner->compiled, &result);
+  if (status == SITS_OK) steps->device_us = result.compute_us;
+  return status;
+}
+
+static int64_t report_failure(enum sits_status status)
+{
+  fprintf(stderr, "a step failed: %s\n", sits_status_info(status)->text);
+  return -1;
+}
+
+/* One step, waited for; returns microseconds, negative on failure. */
+static int64_t run_step(struct steps *steps, int32_t first_seq, int32_t n_seqs, int32_t from, int32_t n_new)
+{
+  const int64_t start_us = clock_monotonic_us();
+  enum sits_status status = submit_step(steps, first_seq, n_seqs, from, n_new, false);
+  if (!status) status = wait_step(steps);
+  return status ? report_failure(status) : clock_monotonic_us() - start_us;
+}
+
+/* Mean microseconds of n decode steps, each submitted before the one before it is waited for; negative on failure. */
+static double run_ahead(struct steps *steps, int32_t n_seqs, int32_t from, int64_t n)
+{
+  enum sits_status status = submit_step(steps, 0, n_seqs, from, 1, false);
+  int64_t start_us = 0;
+  for (int64_t i = 1; i <= n && !status; i++) {
+    status = submit_step(steps, 0, n_seqs, from + (int32_t)i % (int32_t)n, 1, true);
+    if (!status) status = wait_step(steps);
+    if (i == 1) start_us = clock_monotonic_us(); /* the first step ends here, so what follows is n whole steps */
   }
-  steps->device_us = result.compute_us;
-  return clock_monotonic_us() - start_us;
+  if (!status) status = wait_step(steps);
+  if (status) return (double)report_failure(status);
+  return (double)(clock_monotonic_us() - start_us) / (double)n;
 }
 
 /* Read n tokens of each of n_seqs sequences in steps of at most `chunk` tokens; microseconds in all. */
@@ -157,22 +193,39 @@ static json_t *measure_prefill(struct steps *steps, const struct throughput_opti
                    runs[0] / 1e3);
 }
 
-static json_t *measure_decode(struct steps *steps, const struct throughput_options *options, int32_t n_seqs, double *times)
+static json_t *measure_decode(struct steps *steps, const struct throughput_options *options, int32_t n_seqs, double *times,
+                              double *host_times)
 {
   for (int32_t s = 0; s < n_seqs; s++)
     if (read_prompts(steps, s, 1, (int32_t)options->context, (int32_t)options->max_batch_tokens) < 0) return NULL;
-  double device_us = 0;
+  double device_us = 0, ahead_us = 0;
   for (int64_t i = 0; i < options->steps; i++) {
     int64_t us = run_step(steps, 0, n_seqs, (int32_t)(options->context + i), 1);
     if (us < 0) return NULL;
     times[i] = (double)us;
+    host_times[i] = (double)steps->host_us;
     device_us += (double)steps->device_us / (double)options->steps;
   }
   double p50 = bench_percentile(times, options->steps, 50), p99 = bench_percentile(times, options->steps, 99);
-  fprintf(stderr, "decode batch %4d: %10.1f tokens/s  (step p50 %.3f ms, p99 %.3f ms, device mean %.3f ms)\n", n_seqs, n_seqs / p50 * 1e6,
-          p50 / 1e3, p99 / 1e3, device_us / 1e3);
-  return json_pack("{s:i, s:I, s:f, s:f, s:f, s:f}", "batch", n_seqs, "context", (json_int_t)options->context, "tokens_per_s",
-                   n_seqs / p50 * 1e6, "step_p50_ms", p50 / 1e3, "step_p99_ms", p99 / 1e3, "device_ms", device_us / 1e3);
+  const double host_us = bench_percentile(host_times, options->steps, 50);
+  fprintf(stderr, "decode batch %4d: %10.1f tokens/s  (step p50 %.3f ms, p99 %.3f ms, device mean %.3f ms, host %.0f us)\n", n_seqs,
+          n_seqs / p50 * 1e6, p50 / 1e3, p99 / 1e3, device_us / 1e3, host_us);
+  json_t *out = json_pack("{s:i, s:I, s:f, s:f, s:f, s:f, s:f}", "batch", n_seqs, "context", (json_int_t)options->context, "tokens_per_s",
+                          n_seqs / p50 * 1e6, "step_p50_ms", p50 / 1e3, "step_p99_ms", p99 / 1e3, "device_ms", device_us / 1e3, "host_us",
+                          host_us);
+  if (steps->sample == NULL || steps->runner->vtable->in_flight < 2) return out;
+  if ((ahead_us = run_ahead(steps, n_seqs, (int32_t)options->context, options->steps)) < 0) {
+    json_decref(out);
+    return NULL;
+  }
+  double mean_us = 0;
+  for (int64_t i = 0; i < options->steps; i++) mean_us += times[i] / (double)options->steps;
+  const double idle = mean_us > ahead_us ? 100 * (1 - ahead_us / mean_us) : 0;
+  fprintf(stderr, "   one step ahead: %10.1f tokens/s  (step mean %.3f ms; waiting for each step idles %.1f %%)\n", n_seqs / ahead_us * 1e6,
+          ahead_us / 1e3, idle);
+  json_object_update_new(out, json_pack("{s:f, s:f, s:f}", "ahead_tokens_per_s", n_seqs / ahead_us * 1e6, "ahead_step_ms", ahead_us / 1e3,
+                                        "idle_percent_without", idle));
+  return out;
 }
 
 static int64_t largest(const int64_t *values, int n)
@@ -189,7 +242,7 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   struct sits_error err;
   struct runner runner;
   struct steps steps = {0};
-  double *times = mem_calloc((size_t)options->steps, sizeof *times);
+  double *times = mem_calloc((size_t)options->steps, sizeof *times), *host_times = mem_calloc((size_t)options->steps, sizeof *times);
   json_t *prefill = json_array(), *decode = json_array();
   int64_t most_seqs = largest(batches, n_batches), longest_prompt = largest(prompts, n_prompts);
   int64_t longest = options->context + options->steps;
@@ -213,17 +266,25 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   struct backend_info info;
   runner.vtable->info(runner.backend, &info);
   fprintf(stderr, "%s on %s, cache %s\n", options->model, info.name, kv_codec_name(runner.codec));
-  if (!times || !steps_init(&steps, &runner, most_tokens, most_seqs, pages_per_seq,
+  if (!times || !host_times || !steps_init(&steps, &runner, most_tokens, most_seqs, pages_per_seq,
       options->sample && runner.vtable->can_sample)) goto done;
   for (int i = 0; i < n_prompts; i++)
     if (json_array_append_new(prefill, measure_prefill(&steps, options, (int32_t)prompts[i]))) goto done;
   for (int i = 0; i < n_batches; i++)
-    if (json_array_append_new(decode, measure_decode(&steps, options, (int32_t)batches[i], times))) goto done;
+    if (json_array_append_new(decode, measure_decode(&steps, options, (int32_t)batches[i], times, host_times))) goto done;
   json_t *out = bench_header("throughput", argc, argv);
   json_object_update_new(out, json_pack("{s:s, s:s, s:s, s:I, s:f, s:O, s:O}", "model", runner.model->config.name, "backend", info.name,
                                         "kv_cache_dtype", kv_codec_name(runner.codec), "program_bytes",
                                         (json_int_t)runner.vtable->program_bytes(runner.compiled), "open_ms",
                                         (double)(runner.open_us + runner.compile_us) / 1e3, "prefill", prefill, "decode", decode));
+  if (runner.vtable->stats) {
+    struct backend_stats stats;
+    runner.vtable->stats(runner.compiled, &stats);
+    fprintf(stderr, "%d graphs captured in %.1f ms, %.1f MB of device memory\n", stats.n_graphs, (double)stats.capture_us / 1e3,
+            (double)stats.graph_bytes / 1e6);
+    json_object_update_new(out, json_pack("{s:i, s:f, s:I}", "graphs", stats.n_graphs, "graph_capture_ms", (double)stats.capture_us / 1e3,
+                                          "graph_bytes", (json_int_t)stats.graph_bytes));
+  }
   status = bench_write_json(out, options->json) ? 0 : 1;
 done:
   json_decref(prefill);
@@ -231,6 +292,7 @@ done:
   steps_fini(&steps);
   runner_close(&runner);
   mem_free(times);
+  mem_free(host_times);
   return status;
 }
 
