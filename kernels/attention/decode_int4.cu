@@ -6,8 +6,8 @@
  * Arguments: struct k_attn_decode (kernels.h). qkv f16 written by the previous kernel; pages by earlier steps.
  * Work split: the unit is one page of one KV head (D = 128: 9,216 bytes, one bulk copy); the pages of a (sequence, head) are a segment.
  *   Where there are fewer segments than CTAs, segments are cut into parts of at most q pages, a CTA takes one part (q as small as fits);
- *   else units in the order sequence, head, page are cut into equal runs. The cut is computed by every CTA from kv_len, so one captured grid
- *   serves all lengths. Four warps take 16 of a page's 64 tokens each, the query heads of the group fill N = 8.
+ *   else units in the order sequence, head, page are cut into equal runs. The cut is computed by every CTA from kv_len, so one captured
+ *   grid serves all lengths. Four warps take 16 of a page's 64 tokens each, the query heads of the group fill N = 8.
  * Shared memory: barriers 256, prefix sums 8 (S+2), merge buffer 4 * 8 * (D+4) * 4 (16.9 KiB at D = 128), new token 1.5 KiB, ring of
  *   four tiles (36 KiB; not fused 45 KiB, see load_pages): three CTAs per SM at <= 128 registers.
  * Pipeline: page copies start before the grid dependency opens (pages of earlier steps do not depend on it; not fused, a sequence's last
