@@ -13,7 +13,7 @@
  *  5. Every choice ends with exactly one event of kind SITS_EVENT_FINISH, whatever happened; after the last choice's finish event
  *     the request is done. Cancelling is idempotent and may be called from any thread until release.
  *  6. The same prompt, sampling parameters and seed give the same tokens, whatever else is in the batch: exactly on a CPU. On a GPU the
- *     batch decides which kernels run and whether the device draws, so tokens may differ where probabilities are equal up to rounding.
+ *     batch decides which kernels run, so tokens may differ where probabilities are equal up to rounding.
  */
 #ifndef SITS2026_ENGINE_H
 #define SITS2026_ENGINE_H
@@ -77,7 +77,7 @@ enum sits_event_kind { SITS_EVENT_TOKEN, SITS_EVENT_PROMPT_LOGPROB, SITS_EVENT_F
 
 enum sits_finish {
   SITS_FINISH_NONE,
-  SITS_FINISH_STOP,           /* an end token or stop id was drawn; event.token is that id (not part of the answer) */
+  SITS_FINISH_STOP,           /* an end token or stop id was drawn: event.token, not part of the answer; or sits_request_stop: -1 */
   SITS_FINISH_LENGTH,
   SITS_FINISH_CANCELLED,
   SITS_FINISH_DEADLINE,
@@ -109,11 +109,19 @@ struct sits_request_timing {
 enum sits_status sits_engine_submit(struct sits_engine *engine, const struct sits_request_params *params,
                                     struct sits_request **out, struct sits_error *err) SITS_MUST_CHECK;
 
+/* Whether n requests of n_choices each with n_prompt_tokens in all could ever wait together: SITS_INVALID_ARGUMENT when the queue is too
+ * small for them even when it is empty, so that trying again would be in vain. */
+enum sits_status sits_engine_may_queue(const struct sits_engine *engine, int64_t n, int64_t n_choices, int64_t n_prompt_tokens,
+                                       struct sits_error *err) SITS_MUST_CHECK;
+
 /* Next event: SITS_OK and *event, or SITS_AGAIN when there is none now. One consumer thread at a time. */
 enum sits_status sits_request_poll(struct sits_request *request, struct sits_event *event) SITS_MUST_CHECK;
 
 /* Ask for the end of one choice, or of all (choice < 0). The finish events still come. Any thread, idempotent. */
 void sits_request_cancel(struct sits_request *request, int32_t choice);
+
+/* End one choice as complete: its consumer found a stop string in its text. As cancelling, but it ends with SITS_FINISH_STOP (token -1). */
+void sits_request_stop(struct sits_request *request, int32_t choice);
 
 void *sits_request_user(const struct sits_request *request);
 void sits_request_timing(const struct sits_request *request, struct sits_request_timing *out);

@@ -8,6 +8,7 @@
 #include <assert.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "alps/alps_internal.h"
 #include "base/log.h"
@@ -18,13 +19,32 @@ enum { DEFAULT_CHUNK_TOKENS = 2048, CONTROL_EVERY = 8 };
 static const double MARGIN_LEAST = 0.7, MARGIN_MOST = 1.1, MARGIN_STEP = 0.01; /* over 1: chunks are whole tokens */
 static const int32_t DEFAULT_WEIGHTS[ALPS_CLASSES] = {64, 8, 1};
 
+static const char *const POLICY_NAMES[] = {[ALPS_BUDGET] = "alps", [ALPS_WHOLE] = "continuous", [ALPS_CHUNKED] = "chunked",
+                                           [ALPS_STATIC] = "static"};
+
+enum alps_policy alps_policy_named(const char *name)
+{
+  for (int i = 0; name && i <= ALPS_STATIC; i++) {
+    if (strcmp(name, POLICY_NAMES[i]) == 0) return (enum alps_policy)i;
+  }
+  return ALPS_BUDGET;
+}
+
+const char *alps_policy_name(enum alps_policy policy)
+{
+  return POLICY_NAMES[policy];
+}
+
 static void init_tables(struct alps *alps)
 {
   for (uint32_t i = 0; i < alps->n_buckets; i++) alps->tenant_buckets[i] = -1;
   for (int32_t i = 0; i < alps->options.max_entries; i++) {
     alps->tenants[i].hash_next = i + 1 < alps->options.max_entries ? i + 1 : -1;
   }
-  for (int c = 0; c < ALPS_CLASSES; c++) alps->classes[c].tenants_root = -1;
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    alps->classes[c].tenants_root = -1;
+    for (int32_t i = 0; i < ALPS_LENGTHS; i++) alps->classes[c].timely[i] = -1;
+  }
 }
 
 static void set_defaults(struct alps_options *o)
@@ -32,6 +52,7 @@ static void set_defaults(struct alps_options *o)
   if (o->chunk_tokens <= 0) o->chunk_tokens = DEFAULT_CHUNK_TOKENS;
   if (o->page_tokens <= 0) o->page_tokens = 64;
   if (o->max_rows < o->max_seqs) o->max_rows = o->max_seqs;
+  if (o->policy != ALPS_BUDGET) o->ttft_target_us = 0;
   for (int c = 0; c < ALPS_CLASSES; c++) {
     if (o->class_weight[c] <= 0) o->class_weight[c] = DEFAULT_WEIGHTS[c];
   }
@@ -252,6 +273,7 @@ static void control(struct alps *alps, const struct alps_plan *plan, int64_t ste
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
   alps_cost_observe(&alps->cost, &plan->work, (double)step_us);
+  if (plan->work.n_prompt_tokens > 0) alps_note_reading(alps, plan->work.n_prompt_tokens, (double)step_us);
   alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
     alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * ((double)step_us - alps->decode_us);
@@ -291,7 +313,7 @@ static void require(bool holds, const char *rule, int32_t id)
 void alps_check(const struct alps *alps)
 {
   int32_t n_waiting[ALPS_CLASSES] = {0}, n_running[ALPS_CLASSES] = {0}, n_unborn = 0, n_parked = 0;
-  int64_t tokens[ALPS_CLASSES] = {0};
+  int64_t tokens[ALPS_CLASSES] = {0}, timely[ALPS_CLASSES] = {0};
   for (int32_t id = 0; id < alps->options.max_entries; id++) {
     const struct alps_entry *e = &alps->entries[id];
     if (e->state == ALPS_FREE) continue;
@@ -303,6 +325,7 @@ void alps_check(const struct alps *alps)
     } else if (e->state == ALPS_WAITING) {
       n_waiting[c]++;
       tokens[c] += e->request.n_known;
+      if (alps->options.ttft_target_us > 0 && !e->was_preempted && !e->is_late) timely[c] += e->request.n_known;
       require(e->n_pages == 0 && e->run_at < 0, "a waiting entry holds nothing", id);
     } else {
       n_running[c]++;
@@ -314,6 +337,7 @@ void alps_check(const struct alps *alps)
   int32_t n_all = 0;
   for (int c = 0; c < ALPS_CLASSES; c++) {
     require(n_waiting[c] == alps->classes[c].n_waiting && tokens[c] == alps->classes[c].waiting_tokens, "waiting counts agree", c);
+    require(timely[c] == alps->classes[c].timely_tokens, "timely tokens agree", c);
     require(n_running[c] == alps->classes[c].n_running, "running counts agree", c);
     n_all += n_running[c];
   }

@@ -38,6 +38,10 @@ enum alps_policy {
   ALPS_STATIC,     /* a batch is filled, run to its last token, then the next */
 };
 
+/* "alps", "continuous", "chunked", "static"; NULL is "alps". */
+enum alps_policy alps_policy_named(const char *name);
+const char *alps_policy_name(enum alps_policy policy);
+
 struct alps_options {
   enum alps_policy policy;
   int32_t max_entries;         /* ids are 0 .. max_entries-1 */
@@ -48,6 +52,7 @@ struct alps_options {
   int32_t page_tokens;         /* P */
   int32_t n_pages;             /* N */
   int64_t itl_target_us;       /* 0 = none set: steps with decodes keep to about 100 ms */
+  int64_t ttft_target_us;      /* 0 = none set: prompts in order of arrival. Else under overload few are made late instead of all */
   int32_t class_weight[ALPS_CLASSES]; /* all 0 = 64, 8, 1 */
   struct alps_cost_coefficients prior; /* all 0 = learn from nothing */
 };

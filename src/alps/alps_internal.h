@@ -1,4 +1,5 @@
 /* Inside of ALPS; only files in src/alps include it. alps.c: entries and their states. alps_queue.c: who is served next.
+ * alps_deadline.c: whose first token can still come in time.
  * alps_plan.c: one step. alps_cost.c, alps_window.c, alps_heap.c: their headers say. */
 #ifndef SITS_ALPS_ALPS_INTERNAL_H
 #define SITS_ALPS_ALPS_INTERNAL_H
@@ -6,6 +7,8 @@
 #include "alps/alps.h"
 #include "alps/alps_heap.h"
 #include "alps/alps_window.h"
+
+#define ALPS_LENGTHS 96 /* lists of prompts by length, four an octave */
 
 enum alps_state { ALPS_FREE, ALPS_WAITING, ALPS_RUNNING };
 
@@ -21,13 +24,17 @@ struct alps_entry {
   uint64_t admitted;            /* of admission, unique */
   float accept;                 /* probability that a drafted token is right */
   bool is_held, was_preempted;
+  bool is_late;                 /* waiting, and given up: its first token will not come in time */
+  int32_t length_prev, length_next; /* timely waiting entries of about that length; -1 none */
 };
 
 /* One tenant in one class, while it has entries. */
 struct alps_tenant {
   uint64_t key;
   int32_t service_class;
-  int32_t waiting_root;         /* heap of its waiting entries */
+  int32_t waiting_root;         /* heap of its waiting entries that are not late */
+  int32_t late_root;            /* heap of those that are */
+  int32_t n_since_late;         /* entries taken since one of those was */
   int32_t n_waiting, n_running, n_parked;
   double served;                /* tokens served so far, from the class's virtual time at its first entry on */
   double unsorted;              /* served since it was last placed in the class's heap; folded in when it comes to the top */
@@ -38,6 +45,8 @@ struct alps_class {
   int32_t tenants_root;         /* heap of tenants with waiting entries, least served first */
   int32_t n_waiting, n_running;
   int64_t waiting_tokens;
+  int64_t timely_tokens;        /* of those that have had no token yet and are not late; kept where there is a first-token target */
+  int32_t timely[ALPS_LENGTHS]; /* lists of them by length, -1 empty */
   double virtual_served;        /* of the tenant served last: where a new tenant starts */
   double pass;                  /* stride scheduling: time received / weight */
   double credit_us;             /* time that its decodes may take while a higher class is short of time */
@@ -69,6 +78,8 @@ struct alps {
   double margin;                /* share of the target that a step may plan for */
   double sequence_cap;          /* dynamic batch size */
   double decode_us;             /* recent time of steps without prompts */
+  double read_us, read_tokens;  /* recent steps with prompts: their time, their prompt tokens */
+  int64_t now_us;               /* of the plan being made */
   int32_t reports_since_control;
   double output_mean;           /* tokens that finished sequences made, moving average; 0 = none seen */
   bool is_filling;              /* ALPS_STATIC: the batch takes more requests */
@@ -78,11 +89,19 @@ void alps_start_running(struct alps *alps, int32_t id); /* from WAITING (taken o
 
 void alps_queue_add(struct alps *alps, int32_t id);
 void alps_queue_remove(struct alps *alps, int32_t id);
+void alps_queue_give_up(struct alps *alps, int32_t id); /* a timely waiting entry becomes a late one */
 /* The entry that would be served next in a class, -1 when none waits. */
 int32_t alps_queue_top(struct alps *alps, int32_t service_class);
 int32_t alps_tenant_acquire(struct alps *alps, uint64_t key, int32_t service_class); /* there is always room: one per entry */
 void alps_tenant_release(struct alps *alps, int32_t tenant);                         /* once it has no entries */
 void alps_tenant_charge(struct alps *alps, int32_t tenant, double n_tokens);
+
+void alps_timely_add(struct alps *alps, int32_t id);
+void alps_timely_remove(struct alps *alps, int32_t id);
+/* Give up the longest waiting prompts until the rest, and running_tokens before them, can be read within the target. */
+void alps_forgo(struct alps *alps, int64_t running_tokens);
+bool alps_is_hopeless(const struct alps *alps, int32_t id);
+void alps_note_reading(struct alps *alps, int32_t n_tokens, double step_us);
 
 static inline bool alps_is_decoding(const struct alps_entry *entry)
 {

@@ -30,6 +30,7 @@ struct planner {
   int32_t busiest;              /* that class */
   int32_t n_decode_top;         /* decodes of it and of higher classes in the plan */
   int64_t growth_pages;         /* that running entries are projected to need still */
+  int64_t prefill_tokens;       /* that running prompts have left to read */
   struct alps_cost_work decodes[ALPS_CLASSES]; /* of all running entries, as if each were decoding */
   int32_t prefill_at[ALPS_CLASSES], prefill_end[ALPS_CLASSES];
   bool may_admit, may_decode;
@@ -90,7 +91,14 @@ static void expect(struct planner *p, const struct alps_entry *e)
   for (int32_t i = 0; i < e->request.width; i++) alps_cost_add_decode(&p->decodes[e->request.service_class], e->request.n_known);
 }
 
-/* Sort prompts by service order and find where each class begins. */
+static bool reads_before(const struct alps *alps, int32_t a, int32_t b)
+{
+  const struct alps_entry *x = &alps->entries[a], *y = &alps->entries[b];
+  if (x->request.service_class == y->request.service_class && x->is_late != y->is_late) return y->is_late;
+  return serves_before(alps, a, b);
+}
+
+/* Sort prompts by service order, late ones last in their class, and find where each class begins. */
 static void gather_prefill(struct planner *p)
 {
   struct alps *alps = p->alps;
@@ -100,8 +108,9 @@ static void gather_prefill(struct planner *p)
     const struct alps_entry *e = &alps->entries[id];
     expect(p, e);
     if (e->is_held || alps_is_decoding(e)) continue;
+    p->prefill_tokens += e->request.n_known - e->n_computed;
     int32_t at = alps->n_prefill++;
-    while (at > 0 && serves_before(alps, id, alps->prefill[at - 1])) {
+    while (at > 0 && reads_before(alps, id, alps->prefill[at - 1])) {
       alps->prefill[at] = alps->prefill[at - 1];
       at--;
     }
@@ -342,6 +351,16 @@ static void plan_chunk(struct planner *p, int32_t id, int32_t n_tokens)
   add_item(p, id, n_tokens, is_last);
 }
 
+/* The class's next prompt: running ones, then admissions, but a late one lets those go ahead that can still be in time. */
+static int32_t next_prompt(struct planner *p, int32_t c, alps_admit_fn admit, void *user)
+{
+  struct alps *alps = p->alps;
+  bool has_running = p->prefill_at[c] < p->prefill_end[c];
+  bool yields = has_running && alps->entries[alps->prefill[p->prefill_at[c]]].is_late && alps->classes[c].timely_tokens > 0;
+  int32_t id = has_running && !yields ? -1 : admit_next(p, c, admit, user);
+  return id < 0 && has_running && !p->wants_victim ? alps->prefill[p->prefill_at[c]++] : id;
+}
+
 static int32_t least_pass(const struct alps *alps, const bool done[ALPS_CLASSES])
 {
   int32_t best = -1;
@@ -362,7 +381,7 @@ static void plan_prefill(struct planner *p, alps_admit_fn admit, void *user)
       done[c] = true;
       continue;
     }
-    int32_t id = p->prefill_at[c] < p->prefill_end[c] ? alps->prefill[p->prefill_at[c]++] : admit_next(p, c, admit, user);
+    int32_t id = next_prompt(p, c, admit, user);
     if (id < 0) {
       done[c] = true;
       continue;
@@ -445,13 +464,14 @@ static void restore_accounts(struct alps *alps, const struct accounts *accounts)
 
 enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user, struct alps_plan *plan)
 {
-  (void)now_us;
+  alps->now_us = now_us;
   *plan = (struct alps_plan){.items = alps->items, .victims = alps->victims};
   struct planner p = {.alps = alps, .plan = plan, .n_available = n_available, .tokens_left = alps->options.max_batch_tokens,
                       .rows_left = alps->options.max_rows};
   struct accounts before;
   save_accounts(alps, &before);
   gather_prefill(&p);
+  if (alps->options.ttft_target_us > 0 && alps->options.policy == ALPS_BUDGET) alps_forgo(alps, p.prefill_tokens);
   limits(&p);
   bool has_pages = true;
   if (alps->options.policy == ALPS_WHOLE) {

@@ -1,5 +1,5 @@
 /* Waiting entries: per class a heap of tenants, least served first; per tenant a heap of entries, pre-empted ones first, then by
- * priority, then by arrival.
+ * priority, then by arrival; and one of those whose first token is late already (alps_deadline.c), which come after them.
  *
  * Fairness between tenants is deficit round robin in its continuous form: each tenant is charged the tokens it was really served
  * (prompt tokens when computed, output tokens when drawn), and the next admission goes to the one with the smallest account. A tenant
@@ -11,6 +11,8 @@
 
 #include "alps/alps_internal.h"
 #include "base/hash.h"
+
+enum { LATE_EVERY = 256 };
 
 static bool entry_before(const void *user, int32_t a, int32_t b)
 {
@@ -51,7 +53,7 @@ int32_t alps_tenant_acquire(struct alps *alps, uint64_t key, int32_t service_cla
   int32_t t = alps->tenant_free;
   assert(t >= 0);
   alps->tenant_free = alps->tenants[t].hash_next;
-  alps->tenants[t] = (struct alps_tenant){.key = key, .service_class = service_class, .waiting_root = -1,
+  alps->tenants[t] = (struct alps_tenant){.key = key, .service_class = service_class, .waiting_root = -1, .late_root = -1,
                                           .served = alps->classes[service_class].virtual_served,
                                           .hash_next = alps->tenant_buckets[bucket]};
   alps->tenant_buckets[bucket] = t;
@@ -85,6 +87,12 @@ static void place_tenant(struct alps *alps, int32_t tenant)
   c->tenants_root = alps_heap_insert(&order, c->tenants_root, tenant);
 }
 
+/* Whether the entry's first token is still to come and has a target. */
+static bool is_timed(const struct alps *alps, const struct alps_entry *e)
+{
+  return alps->options.ttft_target_us > 0 && !e->was_preempted;
+}
+
 void alps_queue_add(struct alps *alps, int32_t id)
 {
   struct alps_entry *e = &alps->entries[id];
@@ -92,6 +100,8 @@ void alps_queue_add(struct alps *alps, int32_t id)
   struct alps_class *c = &alps->classes[t->service_class];
   struct alps_order order = entry_order(alps);
   t->waiting_root = alps_heap_insert(&order, t->waiting_root, id);
+  e->is_late = false;
+  if (is_timed(alps, e)) alps_timely_add(alps, id);
   if (t->n_waiting++ == 0) place_tenant(alps, e->tenant);
   c->n_waiting++;
   c->waiting_tokens += e->request.n_known;
@@ -103,10 +113,36 @@ void alps_queue_remove(struct alps *alps, int32_t id)
   struct alps_tenant *t = &alps->tenants[e->tenant];
   struct alps_class *c = &alps->classes[t->service_class];
   struct alps_order order = entry_order(alps), tenants = tenant_order(alps);
-  t->waiting_root = alps_heap_remove(&order, t->waiting_root, id);
+  if (e->is_late) t->late_root = alps_heap_remove(&order, t->late_root, id);
+  else t->waiting_root = alps_heap_remove(&order, t->waiting_root, id);
+  if (!e->is_late && is_timed(alps, e)) alps_timely_remove(alps, id);
+  t->n_since_late = e->is_late ? 0 : t->n_since_late + 1;
   if (--t->n_waiting == 0) c->tenants_root = alps_heap_remove(&tenants, c->tenants_root, e->tenant);
   c->n_waiting--;
   c->waiting_tokens -= e->request.n_known;
+}
+
+void alps_queue_give_up(struct alps *alps, int32_t id)
+{
+  struct alps_entry *e = &alps->entries[id];
+  struct alps_tenant *t = &alps->tenants[e->tenant];
+  struct alps_order order = entry_order(alps);
+  alps_timely_remove(alps, id);
+  e->is_late = true;
+  t->waiting_root = alps_heap_remove(&order, t->waiting_root, id);
+  t->late_root = alps_heap_insert(&order, t->late_root, id);
+}
+
+/* The tenant's next entry: timely ones before late ones of the same priority, but for every LATE_EVERYth. */
+static int32_t tenant_top(struct alps *alps, struct alps_tenant *t)
+{
+  while (t->waiting_root >= 0 && is_timed(alps, &alps->entries[t->waiting_root]) && alps_is_hopeless(alps, t->waiting_root)) {
+    alps_queue_give_up(alps, t->waiting_root);
+  }
+  if (t->waiting_root < 0) return t->late_root;
+  if (t->late_root < 0 || alps->entries[t->waiting_root].was_preempted) return t->waiting_root;
+  int32_t timely = alps->entries[t->waiting_root].request.priority, late = alps->entries[t->late_root].request.priority;
+  return late < timely || (late == timely && t->n_since_late >= LATE_EVERY) ? t->late_root : t->waiting_root;
 }
 
 int32_t alps_queue_top(struct alps *alps, int32_t service_class)
@@ -117,7 +153,7 @@ int32_t alps_queue_top(struct alps *alps, int32_t service_class)
     struct alps_tenant *t = &alps->tenants[tenant];
     if (t->unsorted == 0) {
       if (t->served > c->virtual_served) c->virtual_served = t->served;
-      return t->waiting_root;
+      return tenant_top(alps, t);
     }
     struct alps_order order = tenant_order(alps);
     c->tenants_root = alps_heap_remove(&order, c->tenants_root, tenant);

@@ -66,11 +66,15 @@ struct backend_batch {
   const int32_t *block_table;      /* [S][table_stride] page ids; entry i holds positions i*P .. i*P+P-1 */
   int32_t table_stride;
   const int32_t *row_token;        /* [R] ascending token indexes whose logits are wanted */
-  const struct backend_sample *sample; /* [R]: draw on the device, give tokens instead of logits; NULL: logits. Where can_sample */
+  const struct backend_sample *sample; /* [R]: draw on the device and give tokens; NULL: logits only. Where can_sample */
+  bool wants_logits;               /* with sample: the logits too, for rows that the host draws */
+  void (*progress)(void *user);    /* called now and then while the batch computes, on any thread, before wait returns; NULL: not wanted.
+                                      A backend whose batches take no longer than a second need not call it. */
+  void *progress_user;
 };
 
 struct backend_result {
-  const float *logits;             /* [R][V] f32 on the host, valid until the next submit; NULL when the device drew tokens */
+  const float *logits;             /* [R][V] f32 on the host, valid until the next submit; NULL when only tokens were wanted */
   const int32_t *tokens;           /* [R] drawn on the device, valid until the next submit; else NULL */
   int64_t compute_us;
 };
@@ -97,7 +101,7 @@ struct backend_vtable {
   const char *name;                /* "cpu" */
   uint32_t fusions;                /* program_fusion bits (backend/program.h) that compile takes */
   bool can_sample;                 /* takes backend_batch.sample */
-  int32_t in_flight;               /* most batches submitted and not waited for; 0 means 1. Of two, at least one must be sampled */
+  int32_t in_flight;               /* most batches submitted and not waited for; 0 means 1. Of two, at most one may bring logits */
   enum sits_status (*open)(const struct backend_options *options, struct backend **out, struct sits_error *err);
   void (*close)(struct backend *backend);
   void (*info)(const struct backend *backend, struct backend_info *out);

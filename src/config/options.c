@@ -43,11 +43,18 @@ const struct option_spec options_table[] = {
     SIZE("swap-space", swap_space, "0", 0, 1e15, "KV cache",
          "Host memory for sequences that lose their pages to others. 0: they are computed again, which is often as fast."),
 
-    INT("max-num-seqs", max_num_seqs, "256", 1, 4096, "sequences", "Scheduling", "Most sequences that are decoded together."),
-    INT("max-num-batched-tokens", max_num_batched_tokens, "2048", 64, 65536, "tokens", "Scheduling",
-        "Most tokens in one step; also the largest prefill chunk."),
+    INT("max-num-seqs", max_num_seqs, "0", 0, 4096, "sequences", "Scheduling",
+        "Most sequences that are decoded together. 0: 64 on a CPU, 256 on a GPU."),
+    INT("max-num-batched-tokens", max_num_batched_tokens, "0", 0, 65536, "tokens", "Scheduling",
+        "Most tokens in one step; also the largest prefill chunk. 0: 512 on a CPU, 8192 on a GPU, and never less than max-num-seqs."),
     FLT("itl-target-ms", itl_target_ms, "0", 0, 60000, "ms", "Scheduling",
         "Inter-token latency that running streams keep while prompts are read; prefill chunks shrink to hold it. 0: about 100 ms a step."),
+    FLT("ttft-target-ms", ttft_target_ms, "0", 0, 3600000, "ms", "Scheduling",
+        "Time to the first token that as many requests as possible keep when more come than can be served: the longest prompts wait then. "
+        "0: prompts in order of arrival."),
+    ENUM("policy", policy, "alps", "alps|continuous|chunked|static", "Scheduling",
+         "How steps are planned. The others are there for comparison: whole prompts before decodes; 2048 tokens a step; a batch run to "
+         "its end."),
     BOOL("enable-chunked-prefill", enable_chunked_prefill, "true", "Scheduling",
          "Read prompts in chunks beside running streams. Off: whole prompts, during which all streams wait; for comparison."),
     INT("speculative-tokens", speculative_tokens, "6", 0, 64, "tokens", "Scheduling",
@@ -132,7 +139,7 @@ static enum sits_status check_together(struct options *options, const struct opt
                            "grpc-max-connections cannot be kept with TLS, where the gRPC library itself accepts");
   if (options->grpc_client_cafile && (!options->ssl_certfile || !options->grpc_port))
     return sits_fail_param(err, SITS_CONFIG, "grpc-client-cafile", "grpc-client-cafile needs grpc-port, ssl-certfile and ssl-keyfile");
-  if (options->max_num_batched_tokens < options->max_num_seqs)
+  if (options->max_num_batched_tokens > 0 && options->max_num_batched_tokens < options->max_num_seqs)
     return sits_fail_param(err, SITS_CONFIG, "max-num-batched-tokens", "max-num-batched-tokens (%lld) must be at least max-num-seqs (%lld)",
                            (long long)options->max_num_batched_tokens, (long long)options->max_num_seqs);
   if (action == OPTIONS_RUN && !options->model)

@@ -22,8 +22,9 @@ struct options {
   bool enable_prefix_caching;
   int64_t swap_space;               /* bytes of host memory for swapped sequences */
   /* scheduling */
-  int64_t max_num_seqs, max_num_batched_tokens;
-  double itl_target_ms;             /* 0: none */
+  int64_t max_num_seqs, max_num_batched_tokens; /* 0: the device's choice */
+  double itl_target_ms, ttft_target_ms; /* 0: none */
+  const char *policy;               /* alps|continuous|chunked|static */
   bool enable_chunked_prefill;
   int64_t speculative_tokens, speculative_max_running;
   int64_t max_queued_requests, max_queued_tokens;

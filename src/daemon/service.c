@@ -137,10 +137,11 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .kv_codec = o->kv_cache_dtype,
                                      .prefix_caching = o->enable_prefix_caching,
                                      .swap_bytes = (uint64_t)o->swap_space,
-                                     .chunked_prefill_off = !o->enable_chunked_prefill,
+                                     .policy = o->enable_chunked_prefill ? o->policy : "continuous",
                                      .spec_max_tokens = (int32_t)o->speculative_tokens,
                                      .spec_max_running = (int32_t)o->speculative_max_running,
                                      .itl_target_us = (int64_t)(o->itl_target_ms * 1000),
+                                     .ttft_target_us = (int64_t)(o->ttft_target_ms * 1000),
                                      .max_waiting_requests = (int32_t)o->max_queued_requests,
                                      .max_waiting_tokens = o->max_queued_tokens,
                                      .on_events = api_on_events,
@@ -224,9 +225,12 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
   status = api_model_set(service->api, &served, err);
   if (status) return status;
   publish(service, &info);
-  log_info("daemon", "ready model=%s device=%s max_model_len=%d max_num_seqs=%d weights_mb=%.1f kv_pages=%d kv_mb=%.1f ms=%.0f",
-           served.names[0], info.device_name, info.max_model_len, info.max_num_seqs, (double)info.weight_bytes / 1048576, info.n_pages,
-           (double)info.kv_bytes / 1048576, (double)(clock_monotonic_us() - start_us) / 1000);
+  log_info("daemon",
+           "ready model=%s device=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d weights_mb=%.1f kv_pages=%d kv_mb=%.1f "
+           "ms=%.0f",
+           served.names[0], info.device_name, info.max_model_len, info.max_num_seqs, info.max_num_batched_tokens,
+           (double)info.weight_bytes / 1048576, info.n_pages, (double)info.kv_bytes / 1048576,
+           (double)(clock_monotonic_us() - start_us) / 1000);
   return SITS_OK;
 }
 

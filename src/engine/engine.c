@@ -56,9 +56,10 @@ static enum sits_status create_parts(struct sits_engine *e)
   const struct engine_options *o = &e->options;
   struct kv_options kv = {.n_pages = o->geometry.n_pages, .n_slots = o->max_num_seqs, .max_pages = e->stride,
                           .n_host_pages = o->n_host_pages, .prefix_caching = o->prefix_caching};
-  struct alps_options alps = {.policy = o->chunked_prefill_off ? ALPS_WHOLE : ALPS_BUDGET, .max_entries = e->max_entries,
+  struct alps_options alps = {.policy = o->policy, .max_entries = e->max_entries,
                               .max_seqs = o->max_num_seqs, .max_batch_tokens = o->max_num_batched_tokens, .max_rows = o->max_rows,
-                              .page_tokens = KV_TOKENS, .n_pages = o->geometry.n_pages, .itl_target_us = o->itl_target_us};
+                              .page_tokens = KV_TOKENS, .n_pages = o->geometry.n_pages, .itl_target_us = o->itl_target_us,
+                              .ttft_target_us = o->ttft_target_us};
   enum sits_status status = kv_create(&kv, &e->pages);
   if (status == SITS_OK) status = alps_create(&alps, &e->alps);
   if (status == SITS_OK) status = engine_sampler_init(&e->sampler, o->n_vocab);

@@ -187,6 +187,12 @@ void engine_vacate(struct sits_engine *engine, struct engine_choice *choice)
   choice->id = -1;
 }
 
+/* Some steps of a large model on a small machine are longer than any limit on a silent loop: the backend says that it lives. */
+static void beat(void *user)
+{
+  atomic_store(&((struct sits_engine *)user)->heartbeat_us, clock_monotonic_us());
+}
+
 static void add_rows(struct sits_engine *engine, int32_t item, const struct engine_choice *choice, int32_t first_token)
 {
   const struct sits_request *request = choice->request;
@@ -249,27 +255,40 @@ static void add_tables(struct sits_engine *engine)
   }
 }
 
-/* Let the device draw when it can and every row of the step allows it: tokens come back instead of V logits a row. */
+/* Whether the device can draw the row's token: a plain draw of one sequence. It depends on the request alone, so that what else is in the
+ * step never decides who draws. */
+static bool may_device_draw(const struct sits_engine *engine, const struct engine_row *row, struct backend_sample *out)
+{
+  const struct engine_choice *choice = engine->by_id[engine->plan.items[row->item].id];
+  const struct sits_request *request = choice->request;
+  const struct engine_draw draw = {.sampling = &request->params.sampling, .n_tokens = row->position + 1,
+                                   .n_prompt = request->params.n_prompt, .choice = choice->index};
+  if (row->is_prompt || (!request->is_forked && request->n_choices > 1)) return false; /* log probabilities; several draws from one row */
+  return engine_device_draw(&draw, out);
+}
+
+/* Let the device draw what it can: where that is every row, tokens come back instead of V logits a row. */
 static void ask_device(struct sits_engine *engine)
 {
   struct backend_batch *batch = &engine->batch;
   if (!engine->options.vtable->can_sample || batch->n_rows == 0) return;
+  int32_t n_device = 0;
   for (int32_t r = 0; r < batch->n_rows; r++) {
-    const struct engine_row *row = &engine->rows[r];
-    const struct engine_choice *choice = engine->by_id[engine->plan.items[row->item].id];
-    const struct sits_request *request = choice->request;
-    const struct engine_draw draw = {.sampling = &request->params.sampling, .n_tokens = row->position + 1,
-                                     .n_prompt = request->params.n_prompt, .choice = choice->index};
-    if (row->is_prompt || (!request->is_forked && request->n_choices > 1)) return; /* log probabilities; several draws from one row */
-    if (!engine_device_draw(&draw, &engine->samples[r])) return;
+    struct engine_row *row = &engine->rows[r];
+    row->is_device = may_device_draw(engine, row, &engine->samples[r]);
+    if (!row->is_device) engine->samples[r] = (struct backend_sample){.top_p = 1}; /* greedy, and not looked at */
+    n_device += row->is_device;
   }
+  if (n_device == 0) return;
   batch->sample = engine->samples;
+  batch->wants_logits = n_device < batch->n_rows;
 }
 
 void engine_build(struct sits_engine *engine)
 {
   engine->batch = (struct backend_batch){.tokens = engine->tokens, .positions = engine->positions, .seq_start = engine->seq_start,
-                                         .kv_len = engine->kv_len, .block_table = engine->tables, .row_token = engine->row_token};
+                                         .kv_len = engine->kv_len, .block_table = engine->tables, .row_token = engine->row_token,
+                                         .progress = beat, .progress_user = engine};
   engine->n_moves = 0;
   engine->seq_start[0] = 0;
   for (int32_t i = 0; i < engine->plan.n_items; i++) add_item(engine, i);

@@ -14,6 +14,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "alps/alps.h"
 #include "backend/backend.h"
 #include "sits2026/engine.h"
 
@@ -43,11 +44,12 @@ struct engine_options {
   bool prefix_caching;
   int32_t n_host_pages;          /* pages of host memory for swapped sequences, 0 = pre-emption by recompute only */
   int64_t itl_target_us;         /* inter-token latency that running streams must keep; 0 = none set: about 100 ms a step */
+  int64_t ttft_target_us;        /* time to the first token that most requests keep under overload; 0 = none set: order of arrival */
   int32_t spec_max_tokens;       /* longest draft verified at once, 0 = no speculation */
   int32_t spec_max_running;      /* speculate while fewer sequences than that run; 0 = 8 */
   bool overlap;                  /* submit returns before the batch is computed: the last step's tokens are delivered meanwhile */
   int32_t n_sampler_threads;     /* helpers that draw tokens beside the engine thread; 0 = none */
-  bool chunked_prefill_off;      /* whole prompts in one step (for comparison) */
+  enum alps_policy policy;       /* ALPS_BUDGET; the others are for comparison */
 
   engine_events_fn on_events;    /* NULL: the consumer polls */
   void *events_user;

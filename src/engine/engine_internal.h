@@ -79,6 +79,7 @@ struct sits_request {
   bool in_cancel_list;            /* [mutex inbox] */
   struct sits_request *cancel_todo; /* [loop] the list as drain_inbox took it */
   _Atomic uint64_t cancelled[SITS_MAX_CHOICES / 64]; /* [atomic] bit per choice */
+  _Atomic uint64_t stopped[SITS_MAX_CHOICES / 64];   /* [atomic] of those, the complete ones; set first */
   atomic_bool is_done;            /* [atomic] all finish events are out */
   atomic_bool is_released;        /* [atomic] nobody wants news */
   _Atomic int64_t times[TIME_COUNT]; /* [atomic] written by the loop */
@@ -91,7 +92,8 @@ struct engine_row {
   int32_t position;               /* of the token whose logits these are */
   bool is_prompt;                 /* gives the logprob of prompt token position + 1 */
   bool is_draw;                   /* gives the next token */
-  bool is_ready;                  /* token and logprobs have been made by the pool */
+  bool is_ready;                  /* token and logprobs have been made by the pool or the device */
+  bool is_device;                 /* the device draws its token */
   int32_t token;
   struct engine_logprobs logprobs;
 };
@@ -174,6 +176,7 @@ bool engine_step(struct sits_engine *engine);
 void engine_unqueue(struct sits_engine *engine, const struct sits_request *request); /* it waits for the first time no longer */
 void engine_request_unref(struct sits_request *request);
 bool engine_is_cancelled(const struct sits_request *request, int32_t choice);
+bool engine_is_stopped(const struct sits_request *request, int32_t choice);
 int32_t engine_ring_room(const struct engine_ring *ring);
 void engine_ring_push(struct engine_ring *ring, const struct sits_event *event);
 

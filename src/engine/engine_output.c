@@ -132,6 +132,7 @@ static void make_row(void *user, struct engine_sampler *sampler, int32_t r)
   struct engine_row *row = &engine->rows[r];
   const struct engine_choice *choice = engine->by_id[engine->plan.items[row->item].id];
   const struct sits_request_params *p = &choice->request->params;
+  if (row->is_device) return;
   const float *logits = engine->logits + (int64_t)r * engine->options.n_vocab;
   row->logprobs = (struct engine_logprobs){0};
   if (row->is_prompt) engine_logprobs(sampler, logits, p->prompt[row->position + 1], p->sampling.n_prompt_logprobs, &row->logprobs);
@@ -139,11 +140,12 @@ static void make_row(void *user, struct engine_sampler *sampler, int32_t r)
   row->is_ready = true;
 }
 
-/* The device drew: every row is a plain draw of its own sequence (engine_build asked only then). */
+/* What the device drew: plain draws of their own sequences. */
 static void take_drawn(struct sits_engine *engine, const int32_t *tokens)
 {
   for (int32_t r = 0; r < engine->batch.n_rows; r++) {
     struct engine_row *row = &engine->rows[r];
+    if (!row->is_device) continue;
     row->token = tokens[r];
     row->logprobs = (struct engine_logprobs){0};
     row->is_ready = true;
@@ -274,12 +276,9 @@ void engine_outputs(struct sits_engine *engine, const struct backend_result *res
 {
   const struct backend_batch *batch = &engine->batch;
   int32_t r = 0;
-  if (result->tokens) {
-    take_drawn(engine, result->tokens);
-  } else {
-    engine->logits = result->logits;
-    engine_pool_run(engine->pool, &engine->sampler, batch->n_rows, make_row, engine);
-  }
+  if (result->tokens) take_drawn(engine, result->tokens);
+  engine->logits = result->logits;
+  if (result->logits) engine_pool_run(engine->pool, &engine->sampler, batch->n_rows, make_row, engine);
   for (int32_t i = 0; i < engine->plan.n_items; i++) {
     const struct alps_item *item = &engine->plan.items[i];
     struct engine_choice *choice = engine->by_id[item->id];

@@ -185,6 +185,23 @@ static enum sits_status admit_to_queue(struct sits_engine *engine, const struct 
   return SITS_OK;
 }
 
+enum sits_status sits_engine_may_queue(const struct sits_engine *engine, int64_t n, int64_t n_choices, int64_t n_prompt_tokens,
+                                       struct sits_error *err)
+{
+  const struct engine_options *o = &engine->options;
+  int64_t most = o->max_waiting_requests;
+  if (n_choices > 0 && most > engine->max_entries / n_choices) most = engine->max_entries / n_choices;
+  if (n > most) {
+    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "prompt", "%lld prompts at once are more than can wait here, %lld", (long long)n,
+                           (long long)most);
+  }
+  if (n > 1 && o->max_waiting_tokens > 0 && n_prompt_tokens > o->max_waiting_tokens) {
+    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "prompt", "prompts of %lld tokens at once are more than can wait here, %lld",
+                           (long long)n_prompt_tokens, (long long)o->max_waiting_tokens);
+  }
+  return SITS_OK;
+}
+
 enum sits_status sits_engine_submit(struct sits_engine *engine, const struct sits_request_params *params, struct sits_request **out,
                                     struct sits_error *err)
 {
@@ -260,6 +277,18 @@ enum sits_status sits_request_poll(struct sits_request *request, struct sits_eve
 bool engine_is_cancelled(const struct sits_request *request, int32_t choice)
 {
   return atomic_load(&request->cancelled[choice / 64]) >> (choice % 64) & 1;
+}
+
+bool engine_is_stopped(const struct sits_request *request, int32_t choice)
+{
+  return atomic_load(&request->stopped[choice / 64]) >> (choice % 64) & 1;
+}
+
+void sits_request_stop(struct sits_request *request, int32_t choice)
+{
+  if (choice < 0 || choice >= request->n_choices) return;
+  if (!engine_is_cancelled(request, choice)) atomic_fetch_or(&request->stopped[choice / 64], (uint64_t)1 << (choice % 64));
+  sits_request_cancel(request, choice);
 }
 
 void sits_request_cancel(struct sits_request *request, int32_t choice)

@@ -23,7 +23,9 @@ static void cancel_request(struct sits_engine *engine, struct sits_request *requ
 {
   for (int32_t i = request->n_choices - 1; i >= 0; i--) {
     struct engine_choice *choice = &request->choices[i];
-    if (!choice->is_done && engine_is_cancelled(request, i)) engine_finish(engine, choice, SITS_FINISH_CANCELLED, SITS_CANCELLED, -1);
+    if (choice->is_done || !engine_is_cancelled(request, i)) continue;
+    if (engine_is_stopped(request, i)) engine_finish(engine, choice, SITS_FINISH_STOP, SITS_OK, -1);
+    else engine_finish(engine, choice, SITS_FINISH_CANCELLED, SITS_CANCELLED, -1);
   }
 }
 

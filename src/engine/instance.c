@@ -95,7 +95,8 @@ static enum sits_status create_engine(struct instance *instance, struct sits_err
       .max_waiting_tokens = o->max_waiting_tokens, .prefix_caching = o->prefix_caching,
       .n_host_pages = (int32_t)(o->swap_bytes / r->page_bytes > MAX_PAGES ? MAX_PAGES : o->swap_bytes / r->page_bytes),
       .itl_target_us = o->itl_target_us, .spec_max_tokens = o->spec_max_tokens, .spec_max_running = o->spec_max_running,
-      .chunked_prefill_off = o->chunked_prefill_off, .n_sampler_threads = o->n_sampler_threads, .overlap = instance->overlap,
+      .ttft_target_us = o->ttft_target_us, .policy = alps_policy_named(o->policy), .n_sampler_threads = o->n_sampler_threads,
+      .overlap = instance->overlap,
       .on_events = o->on_events, .events_user = o->events_user,
   };
   return engine_create(&engine, &instance->engine, err);

@@ -33,11 +33,12 @@ struct instance_options {
   bool prefix_caching;
   uint64_t swap_bytes;              /* host memory for swapped sequences, 0 = none */
   int64_t itl_target_us;            /* 0 = none */
+  int64_t ttft_target_us;           /* 0 = none */
   int32_t max_waiting_requests;     /* 0 = 1024 */
   int64_t max_waiting_tokens;       /* 0 = no limit */
   int32_t spec_max_tokens;          /* 0 = no speculation */
   int32_t spec_max_running;         /* 0 = 8 */
-  bool chunked_prefill_off;
+  const char *policy;               /* alps_policy_named; NULL = "alps" */
   int32_t n_sampler_threads;        /* helpers that draw tokens; 0 = none on cpu, up to 12 of the spare cores on cuda; -1 = none */
   engine_events_fn on_events;
   void *events_user;

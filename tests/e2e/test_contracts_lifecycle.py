@@ -186,6 +186,23 @@ def test_contract_62_health_answers_at_once_while_busy(slow):
     assert sorted(times)[len(times) // 2] < 0.05 * SLOW, times
 
 
+def test_more_prompts_than_can_ever_wait_is_the_clients_fault(slow):
+    """Trying again would be in vain, so it is no 429."""
+    status, error = slow.json(TEXT, {"prompt": ["Once"] * 5, "max_tokens": 1})[:2]
+    assert status == 400 and error["error"]["param"] == "prompt"
+    assert slow.json(TEXT, {"prompt": ["Once"] * 4, "max_tokens": 1})[0] == 200
+
+
+def test_a_stop_string_is_no_abort(tiny):
+    def count(reason):
+        return tiny.metric("request_success_total", finished_reason=reason)
+    before = count("stop"), count("abort")
+    for _ in range(3):
+        assert tiny.json(TEXT, {"prompt": "Once", "max_tokens": 200, "stop": [" "], "temperature": 0})[0] == 200
+    wait_for(lambda: count("stop") == before[0] + 3)
+    assert count("abort") == before[1]
+
+
 def test_overload_gives_429_with_retry_after(slow):
     socks = [open_request(slow, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 16, "stream": True})]
     wait_for(lambda: slow.metric("num_requests_running") >= 16)

@@ -254,12 +254,13 @@ static void release_holds(struct world *w)
   }
 }
 
-static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, bool with_faults)
+static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, int64_t ttft_target_us, bool with_faults)
 {
   static struct world the_world;
   struct world *w = &the_world;
   struct alps_options options = {.max_entries = N_ENTRIES, .max_seqs = MAX_SEQS, .max_batch_tokens = MAX_TOKENS, .max_rows = MAX_ROWS,
-                                 .page_tokens = P, .n_pages = N_PAGES, .itl_target_us = itl_target_us};
+                                 .page_tokens = P, .n_pages = N_PAGES, .itl_target_us = itl_target_us,
+                                 .ttft_target_us = ttft_target_us};
   memset(w, 0, sizeof *w);
   w->random = seed;
   w->n_pages_free = N_PAGES;
@@ -292,13 +293,14 @@ static int64_t setting(const char *name, int64_t fallback)
 
 static void test_million(void **state)
 {
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1), setting("SITS_PROPERTY_OPS", 1000000) / 2, 0, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 5, setting("SITS_PROPERTY_OPS", 1000000) / 2, 4000, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1), setting("SITS_PROPERTY_OPS", 1000000) / 3, 0, 0, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 5, setting("SITS_PROPERTY_OPS", 1000000) / 3, 4000, 0, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 9, setting("SITS_PROPERTY_OPS", 1000000) / 3 + 1, 4000, 60000, false);
 }
 
 static void test_without_memory(void **state)
 {
-  run(3, setting("SITS_PROPERTY_OPS", 1000000) / 10, 4000, true);
+  run(3, setting("SITS_PROPERTY_OPS", 1000000) / 10, 4000, 60000, true);
 }
 
 static void test_creation_survives_no_memory(void **state)

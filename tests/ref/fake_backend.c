@@ -23,7 +23,8 @@ struct backend_program {
   float *logits;              /* [R][V] */
   int32_t n_rows;
   bool is_pending;
-  bool is_sampled;            /* tokens were drawn: the logits are not given out */
+  bool is_sampled;            /* tokens were drawn */
+  bool has_logits;            /* the logits are given out */
   int32_t drawn[FAKE_MAX_DRAWN];
 };
 
@@ -176,6 +177,7 @@ static enum sits_status submit(struct backend_program *program, struct backend_k
   store_tokens(rig, kv, b);
   compute_rows(program, kv, b);
   program->is_sampled = b->sample != NULL;
+  program->has_logits = !program->is_sampled || b->wants_logits;
   require(!program->is_sampled || b->n_rows <= FAKE_MAX_DRAWN, "too many rows to draw");
   for (int32_t r = 0; program->is_sampled && r < b->n_rows; r++)
     program->drawn[r] = draw_token(program->logits + (int64_t)r * rig->options.n_vocab, rig->options.n_vocab, &b->sample[r]);
@@ -193,7 +195,8 @@ static enum sits_status wait_batch(struct backend_program *program, struct backe
 {
   require(program->is_pending, "no batch is in flight");
   program->is_pending = false;
-  *result = program->is_sampled ? (struct backend_result){.tokens = program->drawn} : (struct backend_result){.logits = program->logits};
+  *result = (struct backend_result){.tokens = program->is_sampled ? program->drawn : NULL,
+                                    .logits = program->has_logits ? program->logits : NULL};
   return SITS_OK;
 }
 

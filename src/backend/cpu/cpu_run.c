@@ -22,6 +22,7 @@ static void open_phase(struct backend_program *p, uint32_t base, int32_t index)
   int32_t n = 0;
   while (index < p->n_phases && (n = cpu_phase_items(p, &p->phases[index])) == 0) index++;
   const uint32_t tag = base + (uint32_t)index;
+  if (p->batch.in->progress) p->batch.in->progress(p->batch.in->progress_user);
   if (index < p->n_phases) {
     const int32_t n_workers = p->backend->n_threads;
     p->n_items = n;

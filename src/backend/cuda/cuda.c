@@ -197,13 +197,18 @@ static enum sits_status copy_samples(struct backend_program *p, const struct cud
                                                cudaMemcpyHostToDevice, p->backend->stream));
 }
 
+/* Logits have one place on the host, so of two batches in flight only one may bring them. */
+static bool brings_logits(const struct backend_batch *b) { return b->sample == NULL || b->wants_logits; }
+
 static enum sits_status copy_results(struct backend_program *p, const struct cuda_slot *slot, const struct backend_batch *b)
 {
   struct backend *backend = p->backend;
   if (b->n_rows == 0) return SITS_OK;
+  enum sits_status status = SITS_OK;
   if (b->sample != NULL)
-    return CUDA_CALL(backend, cudaMemcpyAsync(slot->host_sampled, p->sampled, (size_t)b->n_rows * sizeof(int32_t), cudaMemcpyDeviceToHost,
-                                              backend->stream));
+    status = CUDA_CALL(backend, cudaMemcpyAsync(slot->host_sampled, p->sampled, (size_t)b->n_rows * sizeof(int32_t), cudaMemcpyDeviceToHost,
+                                                backend->stream));
+  if (status != SITS_OK || !brings_logits(b)) return status;
   const size_t bytes = (size_t)b->n_rows * (size_t)p->head->rows * sizeof(float);
   return CUDA_CALL(backend, cudaMemcpyAsync(p->host_logits, p->logits, bytes, cudaMemcpyDeviceToHost, backend->stream));
 }
@@ -248,12 +253,13 @@ static enum sits_status cuda_submit(struct backend_program *p, struct backend_kv
   const struct cuda_slot *before = p->n_pending > 0 ? slot_before(p) : NULL;
   struct cuda_slot *slot = &p->slots[p->next_slot];
   if (p->backend->is_failed) return SITS_DEVICE;
-  if (p->n_pending == CUDA_IN_FLIGHT || (before != NULL && !before->is_sampled && b->sample == NULL)) return SITS_INVALID_ARGUMENT;
+  if (p->n_pending == CUDA_IN_FLIGHT || (before != NULL && before->has_logits && brings_logits(b))) return SITS_INVALID_ARGUMENT;
   if (!is_valid(p, kv, b, before != NULL && before->is_sampled ? before->n_rows : 0)) return SITS_INVALID_ARGUMENT;
   enum sits_status status = cuda_fault_step(p->backend);
   if (status == SITS_OK) status = enqueue(p, kv, b);
   if (status != SITS_OK) return status;
   slot->is_sampled = b->sample != NULL;
+  slot->has_logits = brings_logits(b);
   slot->n_rows = b->n_rows;
   p->next_slot = (p->next_slot + 1) % CUDA_IN_FLIGHT;
   p->n_pending++;
@@ -270,7 +276,7 @@ static enum sits_status cuda_wait(struct backend_program *p, struct backend_resu
   if (status == SITS_OK) status = CUDA_CALL(p->backend, cudaEventElapsedTime(&ms, slot->started, slot->done));
   if (status != SITS_OK) return status;
   p->n_pending--;
-  *result = (struct backend_result){.logits = slot->is_sampled ? NULL : p->host_logits,
+  *result = (struct backend_result){.logits = slot->has_logits ? p->host_logits : NULL,
                                     .tokens = slot->is_sampled ? slot->host_sampled : NULL,
                                     .compute_us = (int64_t)(ms * 1000.f)};
   return SITS_OK;

@@ -90,7 +90,7 @@ struct cuda_slot {
   int32_t *host_sampled;            /* [R] */
   cudaEvent_t started, done;
   int32_t n_rows;
-  bool is_sampled;
+  bool is_sampled, has_logits;      /* what it brings */
 };
 
 struct cuda_graph { int32_t bucket; bool is_sampled, is_long; cudaGraphExec_t exec; };

@@ -217,6 +217,9 @@ enum sits_status api_call_submit(struct api_call *call, const char *id, struct s
   const struct api_model *model = api_model(call->api);
   uint64_t seed = 0;
   enum sits_status status = choose_seed(call->request, &seed, err);
+  int64_t n_tokens = 0;
+  for (int32_t p = 0; p < call->n_parts; p++) n_tokens += (int64_t)call->parts[p].prompt.n;
+  if (!status) status = sits_engine_may_queue(model->engine, call->n_parts, call->n_choices, n_tokens, err);
   if (status) return status;
   if (!enter(call->api)) return sits_fail(err, SITS_UNAVAILABLE, "the server is shutting down");
   for (int32_t p = 0; p < call->n_parts && !status; p++) status = submit_part(&call->parts[p], model, id, seed, err);
@@ -401,7 +404,7 @@ static enum sits_status take_token(struct api_part *part, const struct sits_even
   if (piece.stop_index >= 0) {
     delta.finish = API_FINISH_STOP;
     delta.stop_text = call->request->stops[piece.stop_index];
-    sits_request_cancel(part->request, c);
+    sits_request_stop(part->request, c);
   } else if (!piece.n_bytes && !piece.n_tokens) {
     return SITS_OK; /* all of it is held back */
   }

@@ -114,7 +114,8 @@ static bool measure_stall(const struct engine_bench_options *o, double itl_targe
 {
   static double gaps[MOST_GAPS];
   struct run run;
-  struct instance_options more = {.max_num_seqs = 8, .itl_target_us = (int64_t)(itl_target_ms * 1000), .chunked_prefill_off = is_whole,
+  struct instance_options more = {.max_num_seqs = 8, .itl_target_us = (int64_t)(itl_target_ms * 1000),
+                                  .policy = is_whole ? "continuous" : "alps",
                                   .max_num_batched_tokens = is_whole ? (int32_t)o->prompt : 512};
   struct stream streams[STREAMS] = {{0}}, longer = {0};
   int64_t n_gaps = 0, n_ignored = 0;

@@ -4,7 +4,6 @@
  * the P99 of the time to the first token and of the inter-token time still meet their targets. With --speed it runs that one speed.
  * Either way each run is a point of the curves (throughput against P99) in the results. Static batching is tried with several batch
  * sizes and the best is taken. Entry point: bench_simulate. */
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +19,7 @@ struct simulate_options {
   const char *trace, *cost, *policy, *itl_targets_ms, *static_batches, *out;
   double ttft_target_ms, speed, lowest_speed, highest_speed;
   int64_t max_seqs, chunk_tokens, requests;
+  bool arrival_order;
 };
 
 #define AT(field) offsetof(struct simulate_options, field)
@@ -33,6 +33,7 @@ static const struct option_spec specs[] = {
     {"static-batches", OPTION_STRING, AT(static_batches), "8,16,32,64,128", 0, 0, "", 0, NULL, "Policy", "Batch sizes tried for static."},
     {"itl-targets-ms", OPTION_STRING, AT(itl_targets_ms), "15,25,50,100", 0, 0, "", 0, NULL, "Targets", "P99 inter-token targets."},
     {"ttft-target-ms", OPTION_FLOAT, AT(ttft_target_ms), "1000", 1, 1e6, "ms", 0, NULL, "Targets", "P99 target of the first token."},
+    {"arrival-order", OPTION_BOOL, AT(arrival_order), "false", 0, 0, "", 0, NULL, "Policy", "alps is not told the first-token target."},
     {"speed", OPTION_FLOAT, AT(speed), "0", 0, 1e4, "", 0, NULL, "Search", "Run this one speed-up of the arrivals. 0: search."},
     {"lowest-speed", OPTION_FLOAT, AT(lowest_speed), "0.1", 1e-3, 1e4, "", 0, NULL, "Search", "Where the search begins."},
     {"highest-speed", OPTION_FLOAT, AT(highest_speed), "40", 1e-3, 1e4, "", 0, NULL, "Search", "Where it ends."},
@@ -47,89 +48,6 @@ struct bench {
   json_t *points;
 };
 
-static double seconds_of(const char *text)
-{
-  int y, mo, d, h, mi;
-  double s;
-  if (sscanf(text, "%d-%d-%d %d:%d:%lf", &y, &mo, &d, &h, &mi, &s) != 6) return -1;
-  return ((d * 24.0 + h) * 60 + mi) * 60 + s; /* within one month */
-}
-
-/* The trace is in order of arrival; times are taken from its first row on. */
-static bool read_trace(struct bench *b)
-{
-  char line[256];
-  double first = -1;
-  int64_t capacity = 0;
-  FILE *file = fopen(b->options.trace, "r");
-  if (!file) {
-    fprintf(stderr, "sits2026-bench simulate: %s: %s\n", b->options.trace, strerror(errno));
-    return false;
-  }
-  for (int64_t row = 0; fgets(line, sizeof line, file) && (b->options.requests == 0 || b->n < b->options.requests); row++) {
-    char *comma = strchr(line, ',');
-    long n_prompt, n_output;
-    double at = seconds_of(line);
-    if (row == 0 && at < 0) continue; /* heading */
-    if (!comma || at < 0 || sscanf(comma + 1, "%ld,%ld", &n_prompt, &n_output) != 2 || n_prompt < 0 || n_output < 0 ||
-        n_prompt > 1 << 24) {
-      fprintf(stderr, "sits2026-bench simulate: %s: line %lld is not TIMESTAMP,ContextTokens,GeneratedTokens\n", b->options.trace,
-              (long long)row + 1);
-      fclose(file);
-      return false;
-    }
-    if (b->n == capacity) {
-      capacity = capacity ? capacity * 2 : 4096;
-      struct simulate_arrival *more = mem_realloc(b->arrivals, (size_t)capacity * sizeof *more);
-      if (!more) break;
-      b->arrivals = more;
-    }
-    if (first < 0) first = at;
-    b->arrivals[b->n++] = (struct simulate_arrival){.at_us = fmax(0, at - first) * 1e6, .n_prompt = n_prompt > 0 ? (int32_t)n_prompt : 1,
-                                                    .n_output = n_output > 0 ? (int32_t)n_output : 1};
-  }
-  fclose(file);
-  if (b->n == 0) fprintf(stderr, "sits2026-bench simulate: %s has no requests\n", b->options.trace);
-  return b->n > 0;
-}
-
-static bool read_cost(struct bench *b)
-{
-  struct simulate_cost *c = &b->cost;
-  const struct { const char *key; double *value; } keys[] = {
-      {"weight_bytes", &c->weight_bytes}, {"head_bytes", &c->head_bytes}, {"kv_bytes_per_token", &c->kv_bytes_per_token},
-      {"linear_flops_per_token", &c->linear_flops_per_token}, {"head_flops_per_row", &c->head_flops_per_row},
-      {"attention_flops_per_pair", &c->attention_flops_per_pair}, {"read_bytes_per_s", &c->read_bytes_per_s},
-      {"weight_read_share", &c->weight_read_share}, {"head_read_share", &c->head_read_share}, {"kv_read_share", &c->kv_read_share},
-      {"small_batch_tokens", &c->small_batch_tokens}, {"small_batch_flops", &c->small_batch_flops},
-      {"large_batch_flops", &c->large_batch_flops}, {"attention_flops", &c->attention_flops}, {"fixed_us", &c->fixed_us},
-      {"kv_memory_bytes", &c->kv_memory_bytes}, {"max_batch_tokens", &c->max_batch_tokens},
-  };
-  json_error_t error;
-  json_t *root = json_load_file(b->options.cost, 0, &error);
-  if (!root) {
-    fprintf(stderr, "sits2026-bench simulate: %s:%d: %s\n", b->options.cost, error.line, error.text);
-    return false;
-  }
-  bool is_good = true;
-  for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
-    json_t *value = json_object_get(root, keys[i].key);
-    *keys[i].value = json_number_value(value);
-    if (!json_is_number(value) || !(*keys[i].value > 0)) {
-      fprintf(stderr, "sits2026-bench simulate: %s: %s must be a positive number\n", b->options.cost, keys[i].key);
-      is_good = false;
-    }
-  }
-  json_decref(root);
-  return is_good;
-}
-
-static const char *policy_name(enum alps_policy policy)
-{
-  static const char *const names[] = {"alps", "continuous", "chunked", "static"};
-  return names[policy];
-}
-
 static void put(json_t *object, const char *key, double value)
 {
   json_object_set_new(object, key, json_real(value));
@@ -138,7 +56,7 @@ static void put(json_t *object, const char *key, double value)
 static json_t *point_of(const struct simulate_setting *s, const struct simulate_result *r)
 {
   double seconds = r->duration_us * 1e-6;
-  json_t *p = json_pack("{s:s, s:i, s:b}", "policy", policy_name(s->policy), "max_seqs", s->max_seqs, "given_up", r->is_given_up);
+  json_t *p = json_pack("{s:s, s:i, s:b}", "policy", alps_policy_name(s->policy), "max_seqs", s->max_seqs, "given_up", r->is_given_up);
   put(p, "itl_target_ms", (double)s->itl_target_us * 1e-3);
   put(p, "speed", s->speed);
   put(p, "ttft_p50_ms", simulate_quantile(&r->ttft, 0.5) * 1e-3);
@@ -166,7 +84,7 @@ static bool meets(struct bench *b, struct simulate_setting *setting, double itl_
   double ttft = simulate_quantile(&result.ttft, 0.99), itl = simulate_quantile(&result.itl, 0.99);
   bool is_good = !result.is_given_up && ttft <= b->options.ttft_target_ms * 1e3 && result.n_itl_over * 100 <= result.itl.n;
   fprintf(stderr, "%-10s batch %3d target %5.0f ms speed %7.3f: first token p99 %8.1f ms, inter-token p99 %6.1f ms%s%s\n",
-          policy_name(setting->policy), setting->max_seqs, itl_target_us * 1e-3, setting->speed, ttft * 1e-3, itl * 1e-3,
+          alps_policy_name(setting->policy), setting->max_seqs, itl_target_us * 1e-3, setting->speed, ttft * 1e-3, itl * 1e-3,
           result.is_given_up ? " (given up)" : "", is_good ? "" : " broken");
   return is_good;
 }
@@ -175,7 +93,7 @@ static bool meets(struct bench *b, struct simulate_setting *setting, double itl_
 static double goodput(struct bench *b, struct simulate_setting setting, double itl_target_us)
 {
   double low = 0, high = b->options.lowest_speed;
-  setting.ttft_target_us = b->options.ttft_target_ms * 1e3;
+  setting.may_give_up = true;
   for (;;) {
     setting.speed = high;
     if (!meets(b, &setting, itl_target_us)) break;
@@ -193,7 +111,7 @@ static double goodput(struct bench *b, struct simulate_setting setting, double i
 
 static bool is_wanted(const struct bench *b, enum alps_policy policy)
 {
-  return strcmp(b->options.policy, "all") == 0 || strcmp(b->options.policy, policy_name(policy)) == 0;
+  return strcmp(b->options.policy, "all") == 0 || strcmp(b->options.policy, alps_policy_name(policy)) == 0;
 }
 
 /* The policy's goodput at one target; for static batching the best of the batch sizes. */
@@ -201,7 +119,8 @@ static double best_of(struct bench *b, enum alps_policy policy, double target_us
                       int32_t *best_batch)
 {
   struct simulate_setting setting = {.policy = policy, .max_seqs = (int32_t)b->options.max_seqs,
-                                     .chunk_tokens = (int32_t)b->options.chunk_tokens, .itl_target_us = (int64_t)target_us};
+                                     .chunk_tokens = (int32_t)b->options.chunk_tokens, .itl_target_us = (int64_t)target_us,
+                                     .ttft_target_us = b->options.ttft_target_ms * 1e3, .knows_ttft_target = !b->options.arrival_order};
   double best = 0;
   *best_batch = setting.max_seqs;
   if (policy != ALPS_STATIC) return goodput(b, setting, target_us);
@@ -225,9 +144,9 @@ static json_t *search(struct bench *b, const int64_t *targets, int n_targets, co
       if (!is_wanted(b, policies[i])) continue;
       double found = best_of(b, policies[i], (double)targets[t] * 1e3, batches, n_batches, &batch);
       json_array_append_new(rows, json_pack("{s:I, s:f, s:s, s:f, s:i}", "itl_target_ms", (json_int_t)targets[t], "ttft_target_ms",
-                                            b->options.ttft_target_ms, "policy", policy_name(policies[i]), "goodput", found, "max_seqs",
-                                            batch));
-      fprintf(stderr, "== target %lld ms: %s carries %.3fx\n", (long long)targets[t], policy_name(policies[i]), found);
+                                            b->options.ttft_target_ms, "policy", alps_policy_name(policies[i]), "goodput", found,
+                                            "max_seqs", batch));
+      fprintf(stderr, "== target %lld ms: %s carries %.3fx\n", (long long)targets[t], alps_policy_name(policies[i]), found);
     }
   }
   return rows;
@@ -240,12 +159,25 @@ static void run_one_speed(struct bench *b, const int64_t *targets, int n_targets
     int n = policy == ALPS_BUDGET ? n_targets : policy == ALPS_STATIC ? n_batches : 1;
     for (int i = 0; i < n; i++) {
       struct simulate_setting setting = {.policy = (enum alps_policy)policy, .max_seqs = (int32_t)b->options.max_seqs,
-                                         .chunk_tokens = (int32_t)b->options.chunk_tokens, .speed = b->options.speed};
+                                         .chunk_tokens = (int32_t)b->options.chunk_tokens, .speed = b->options.speed,
+                                         .ttft_target_us = b->options.ttft_target_ms * 1e3,
+                                         .knows_ttft_target = !b->options.arrival_order};
       if (policy == ALPS_BUDGET) setting.itl_target_us = targets[i] * 1000;
       if (policy == ALPS_STATIC) setting.max_seqs = (int32_t)batches[i];
       meets(b, &setting, (double)targets[policy == ALPS_BUDGET ? i : 0] * 1e3);
     }
   }
+}
+
+/* What no scheduler can pass, whatever the inter-token target. */
+static json_t *bounds(const struct bench *b)
+{
+  double target_us = b->options.ttft_target_ms * 1e3, found[4];
+  for (int i = 0; i < 4; i++) found[i] = simulate_bound(&b->cost, b->arrivals, b->n, target_us, i & 1, i < 2);
+  fprintf(stderr, "bounds: %.2fx in the best order, %.2fx with decoding in it; %.2fx and %.2fx in order of arrival\n", found[0], found[1],
+          found[2], found[3]);
+  return json_pack("{s:f, s:f, s:f, s:f}", "prompts_only", found[0], "prompts_and_decodes", found[1], "prompts_only_in_arrival_order",
+                   found[2], "prompts_and_decodes_in_arrival_order", found[3]);
 }
 
 static int simulate(struct bench *b, int argc, char **argv)
@@ -257,11 +189,14 @@ static int simulate(struct bench *b, int argc, char **argv)
     fprintf(stderr, "sits2026-bench simulate: needs --trace and --cost, and lists such as --itl-targets-ms 15,50\n");
     return 2;
   }
-  if (!read_cost(b) || !read_trace(b)) return 1;
+  if (!simulate_read_cost(b->options.cost, &b->cost)) return 1;
+  b->n = simulate_read_trace(b->options.trace, b->options.requests, &b->arrivals);
+  if (b->n == 0) return 1;
   json_t *out = bench_header("simulate", argc, argv);
   b->points = json_array();
   if (!out || !b->points) return 1;
   json_object_set_new(out, "trace_requests", json_integer(b->n));
+  json_object_set_new(out, "bounds", bounds(b));
   if (b->options.speed > 0) run_one_speed(b, targets, n_targets, batches, n_batches);
   else json_object_set_new(out, "goodput", search(b, targets, n_targets, batches, n_batches));
   json_object_set(out, "points", b->points);

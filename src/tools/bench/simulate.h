@@ -1,5 +1,6 @@
 /* sits2026-bench simulate: one run of the planner (the real src/alps) over a trace on a modelled device, in virtual time.
- * simulate_run.c is the discrete-event loop; simulate.c reads the files, searches for the goodput and writes the results. */
+ * simulate_run.c is the discrete-event loop; simulate_bound.c what no scheduler can pass; simulate.c searches for the goodput and writes
+ * the results; simulate_input.c reads the files. */
 #ifndef SITS_TOOLS_BENCH_SIMULATE_H
 #define SITS_TOOLS_BENCH_SIMULATE_H
 
@@ -9,13 +10,17 @@
 #include "alps/alps.h"
 
 /* What a step costs on the device: linear layers are bound by weight bytes or by flops, decode attention by cache bytes, prompt attention
- * by flops; the sum plus a fixed part (launches, sampling, host). Keys of the cost file have the same names. */
+ * by flops; the sum plus a fixed part (launches, sampling, host). Keys of the cost file have the same names. Where the file has "points",
+ * pairs of tokens and microseconds as measured, straight lines between them stand for linear layers, head and fixed part. */
+#define SIMULATE_POINTS 32
 struct simulate_cost {
   double weight_bytes, head_bytes, kv_bytes_per_token;
   double linear_flops_per_token, head_flops_per_row, attention_flops_per_pair;
   double read_bytes_per_s, weight_read_share, head_read_share, kv_read_share;
   double small_batch_tokens, small_batch_flops, large_batch_flops, attention_flops;
   double fixed_us, kv_memory_bytes, max_batch_tokens;
+  int32_t n_points;
+  double point_tokens[SIMULATE_POINTS], point_us[SIMULATE_POINTS]; /* ascending */
 };
 
 struct simulate_arrival { double at_us; int32_t n_prompt, n_output; };
@@ -31,7 +36,9 @@ struct simulate_setting {
   int64_t itl_target_us;       /* ALPS_BUDGET */
   double speed;                /* arrivals are this much faster than in the trace */
   double itl_limit_us;         /* gaps beyond it are counted */
-  double ttft_target_us;       /* a run whose P99 cannot meet it any more is given up; 0 = never */
+  double ttft_target_us;       /* ALPS_BUDGET keeps it where it can; 0 = none */
+  bool knows_ttft_target;      /* the planner is told of it; else it serves prompts in order of arrival */
+  bool may_give_up;            /* end a run whose P99 of the first token cannot meet the target any more */
 };
 
 struct simulate_result {
@@ -49,5 +56,18 @@ int simulate_run(const struct simulate_cost *cost, const struct simulate_arrival
                  const struct simulate_setting *setting, struct simulate_result *result);
 double simulate_quantile(const struct simulate_histogram *histogram, double q); /* us */
 double simulate_step_us(const struct simulate_cost *cost, const struct alps_cost_work *work, int32_t n_rows);
+double simulate_kv_us(const struct simulate_cost *cost);   /* reading one cached token */
+double simulate_pair_us(const struct simulate_cost *cost); /* attention of one prompt token to one other */
+
+/* The highest speed at which a schedule could exist that keeps the first-token target for 99 %: prompts at the device's best rate, with or
+ * without the decoding of the answers; drops_longest: the best order there is, else order of arrival. */
+double simulate_bound(const struct simulate_cost *cost, const struct simulate_arrival *arrivals, int64_t n, double ttft_target_us,
+                      bool has_decode, bool drops_longest);
+
+/* Read a cost file; say on stderr what is wrong with it. */
+bool simulate_read_cost(const char *path, struct simulate_cost *cost);
+/* Read a trace (CSV in order of arrival, times from its first row on), the first n_most rows or, at 0, all; *out is the caller's, to
+ * be freed with mem_free. The number of rows, 0 after a message on stderr. */
+int64_t simulate_read_trace(const char *path, int64_t n_most, struct simulate_arrival **out);
 
 #endif

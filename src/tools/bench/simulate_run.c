@@ -28,15 +28,33 @@ struct simulation {
   double now_us;
 };
 
+double simulate_kv_us(const struct simulate_cost *c)
+{
+  return c->kv_bytes_per_token / (c->read_bytes_per_s * c->kv_read_share) * 1e6;
+}
+
+double simulate_pair_us(const struct simulate_cost *c)
+{
+  return c->attention_flops_per_pair / c->attention_flops * 1e6;
+}
+
+static double between_points(const struct simulate_cost *c, double n_tokens)
+{
+  int32_t i = 1;
+  while (i < c->n_points - 1 && n_tokens > c->point_tokens[i]) i++;
+  double from = c->point_tokens[i - 1], slope = (c->point_us[i] - c->point_us[i - 1]) / (c->point_tokens[i] - from);
+  return c->point_us[i - 1] + slope * (n_tokens - from);
+}
+
 double simulate_step_us(const struct simulate_cost *c, const struct alps_cost_work *work, int32_t n_rows)
 {
   double n_tokens = work->n_decode + work->n_prompt_tokens;
+  double attention = (double)work->decode_kv_tokens * simulate_kv_us(c) + work->prompt_depth * simulate_pair_us(c);
+  if (c->n_points > 1) return between_points(c, n_tokens) + attention;
   double rate = n_tokens <= c->small_batch_tokens ? c->small_batch_flops : c->large_batch_flops;
   double linear = fmax(c->weight_bytes / (c->read_bytes_per_s * c->weight_read_share), n_tokens * c->linear_flops_per_token / rate);
   double head = fmax(c->head_bytes / (c->read_bytes_per_s * c->head_read_share), n_rows * c->head_flops_per_row / rate);
-  double kv = (double)work->decode_kv_tokens * c->kv_bytes_per_token / (c->read_bytes_per_s * c->kv_read_share);
-  double prompt = work->prompt_depth * c->attention_flops_per_pair / c->attention_flops;
-  return (linear + (n_rows > 0 ? head : 0) + kv + prompt) * 1e6 + c->fixed_us;
+  return (linear + (n_rows > 0 ? head : 0)) * 1e6 + attention + c->fixed_us;
 }
 
 static void record(struct simulate_histogram *h, double us)
@@ -161,7 +179,7 @@ static void loop(struct simulation *s, int64_t n)
     if (plan.n_items > 0) execute(s, &plan);
     else if (s->n_arrived < n) s->now_us = fmax(s->now_us, s->arrivals[s->n_arrived].at_us / s->setting->speed);
     else return; /* nothing runs, nothing will come: a sequence larger than the memory */
-    if (s->setting->ttft_target_us > 0 && s->n_late > n / 100 + 1) {
+    if (s->setting->may_give_up && s->n_late > n / 100 + 1) {
       s->result->is_given_up = true;
       return;
     }
@@ -177,7 +195,8 @@ int simulate_run(const struct simulate_cost *cost, const struct simulate_arrival
   s.n_pages_free = n_pages > INT32_MAX / PAGE ? INT32_MAX / PAGE : (int32_t)n_pages;
   struct alps_options options = {.policy = setting->policy, .max_entries = s.n_ids, .max_seqs = setting->max_seqs,
                                  .max_batch_tokens = (int32_t)cost->max_batch_tokens, .chunk_tokens = setting->chunk_tokens,
-                                 .page_tokens = PAGE, .n_pages = s.n_pages_free, .itl_target_us = setting->itl_target_us};
+                                 .page_tokens = PAGE, .n_pages = s.n_pages_free, .itl_target_us = setting->itl_target_us,
+                                 .ttft_target_us = setting->knows_ttft_target ? (int64_t)setting->ttft_target_us : 0};
   s.sequences = mem_calloc((size_t)n, sizeof *s.sequences);
   int status = s.sequences && alps_create(&options, &s.alps) == SITS_OK ? 0 : -1;
   if (status == 0) loop(&s, n);

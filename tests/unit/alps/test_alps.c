@@ -290,6 +290,45 @@ static void test_high_class_keeps_its_latency(void **state)
   assert_true(low > 500); /* the device reads about 4,000 a second */
 }
 
+/* A burst of half as much again as the device can read, then rest: how many first tokens come later than a second. */
+static int32_t late_in_a_burst(int64_t ttft_target_us, double *worst_us)
+{
+  struct alps_plan plan;
+  struct alps_options options = options_of(4000, 50000);
+  options.ttft_target_us = ttft_target_us;
+  struct device *d = open_device(options);
+  double next = 0;
+  uint64_t arrivals = 99;
+  while (d->n_ttft[1] < 900) {
+    while (next <= d->now_us && d->n_ttft[1] < 900) {
+      double u = uniform_of(&arrivals);
+      send(d, u < 0.9 ? 100 + (int32_t)(u * 200) : 1500, 10, 1, 1);
+      next += -log(1 - uniform_of(&arrivals)) * (d->now_us > 20e6 && d->now_us < 40e6 ? 70000 : 250000);
+    }
+    if (!step(d, &plan)) d->now_us = next;
+  }
+  while (step(d, &plan)) {} /* nobody is forgotten */
+  int32_t n_late = 0;
+  *worst_us = 0;
+  for (int32_t i = 0; i < d->n_ttft[1]; i++) {
+    n_late += d->ttft[1][i] > 1e6;
+    *worst_us = fmax(*worst_us, d->ttft[1][i]);
+  }
+  for (int32_t i = 0; i < d->n_ids; i++) assert_false(d->streams[i].is_used);
+  close_device(d);
+  return n_late;
+}
+
+static void test_burst_makes_few_late(void **state)
+{
+  double worst_in_order, worst;
+  int32_t in_order = late_in_a_burst(0, &worst_in_order), n = late_in_a_burst(1000000, &worst);
+  print_message("first tokens later than a second: %d in order of arrival (worst %.1f s), %d with the target (worst %.1f s)\n", in_order,
+                worst_in_order * 1e-6, n, worst * 1e-6);
+  assert_true(in_order > 100);
+  assert_true(3 * n < in_order);
+}
+
 /* The other way round: high class over its capacity, and low class still gets its share. */
 static void test_low_class_is_not_starved(void **state)
 {
@@ -447,6 +486,7 @@ static void test_planning_is_quick(void **state)
   options.max_seqs = 256;
   options.n_pages = 100000;
   options.max_rows = 512;
+  options.ttft_target_us = 1000000;
   struct device *d = open_device(options);
   d->fixed_us = 1000;
   d->seq_us = d->kv_us = d->depth_us = 1;
@@ -486,7 +526,8 @@ int main(void)
       cmocka_unit_test(test_heap_sorts), cmocka_unit_test(test_window),
       cmocka_unit_test(test_prompt_rides_along), cmocka_unit_test(test_no_target_is_no_stall), cmocka_unit_test(test_whole_prompt_stalls),
       cmocka_unit_test(test_tenants_get_equal_shares),
-      cmocka_unit_test(test_high_class_keeps_its_latency), cmocka_unit_test(test_low_class_is_not_starved),
+      cmocka_unit_test(test_high_class_keeps_its_latency),
+      cmocka_unit_test(test_burst_makes_few_late), cmocka_unit_test(test_low_class_is_not_starved),
       cmocka_unit_test(test_priority_goes_first), cmocka_unit_test(test_planning_is_quick),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -107,6 +107,67 @@ static void test_choices_fork(void **state)
   rig_close(&rig);
 }
 
+/* Who draws is the request's matter: beside one that needs the host, a plain draw is still the device's. */
+static void test_neighbours_do_not_decide_who_draws(void **state)
+{
+  struct rig rig;
+  struct engine_options options = rig_options();
+  int32_t prompt[60];
+  rig_prompt(prompt, 60, 12);
+  options.vtable = fake_sampling_vtable();
+  rig_open(&rig, options, 64);
+  struct sits_sampling plain = rig_greedy(30), host = rig_greedy(30);
+  plain.ignore_eos = host.ignore_eos = true;
+  plain.temperature = host.temperature = 0.9f;
+  plain.seed = host.seed = 5;
+  host.n_top_logprobs = 2;
+  struct sits_request *a = rig_submit(&rig, prompt, 60, 1, plain), *b = rig_submit(&rig, prompt, 60, 1, host);
+  memset(got, 0, sizeof got[0]);
+  rig_run(&rig, a, got, 1);
+  assert_int_equal(got[0].n, 30);
+  assert_true(atomic_load(&rig.fake.n_sampled) >= 30); /* every step that had it in it */
+  sits_request_release(a);
+  sits_request_release(b);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
+/* A stop string that the consumer found is an end like any other, not an abort. */
+static void test_stop_is_counted_as_stop(void **state)
+{
+  struct rig rig;
+  int32_t prompt[20];
+  rig_prompt(prompt, 20, 13);
+  rig_open(&rig, rig_options(), 64);
+  struct sits_sampling s = rig_greedy(200);
+  s.ignore_eos = true;
+  struct sits_request *request = rig_submit(&rig, prompt, 20, 1, s);
+  for (int i = 0; i < 5; i++) engine_step_once(rig.engine);
+  sits_request_stop(request, 0);
+  sits_request_release(request); /* cancels, but the stop came first */
+  rig_idle(&rig);
+  struct engine_stats stats;
+  engine_stats(rig.engine, &stats);
+  assert_int_equal(stats.finished[SITS_FINISH_STOP], 1);
+  assert_int_equal(stats.finished[SITS_FINISH_CANCELLED], 0);
+  rig_close(&rig);
+}
+
+static void test_batch_beyond_the_queue_is_no_retry(void **state)
+{
+  struct rig rig;
+  struct sits_error err = {0};
+  struct engine_options options = rig_options();
+  options.max_waiting_requests = 8;
+  options.max_waiting_tokens = 1000;
+  rig_open(&rig, options, 64);
+  assert_int_equal(sits_engine_may_queue(rig.engine, 8, 1, 1000, &err), SITS_OK);
+  assert_int_equal(sits_engine_may_queue(rig.engine, 9, 1, 90, &err), SITS_INVALID_ARGUMENT);
+  assert_int_equal(sits_engine_may_queue(rig.engine, 2, 1, 1001, &err), SITS_INVALID_ARGUMENT);
+  assert_int_equal(sits_engine_may_queue(rig.engine, 1, 1, 1001, &err), SITS_OK); /* alone it may come when nothing waits */
+  rig_close(&rig);
+}
+
 /* A device that draws gives every request the tokens that the host's sampler would; steps with log probabilities still bring logits. */
 static void test_device_draws_the_same(void **state)
 {
@@ -547,7 +608,9 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_one_request), cmocka_unit_test(test_many_share_steps), cmocka_unit_test(test_tiny_pool_preempts),
-      cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_sampled_choices_differ_and_repeat),
+      cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_neighbours_do_not_decide_who_draws),
+      cmocka_unit_test(test_stop_is_counted_as_stop), cmocka_unit_test(test_batch_beyond_the_queue_is_no_retry),
+      cmocka_unit_test(test_sampled_choices_differ_and_repeat),
       cmocka_unit_test(test_device_draws_the_same),
       cmocka_unit_test(test_prefix_is_reused),
       cmocka_unit_test(test_prompt_logprobs), cmocka_unit_test(test_slow_consumer_is_left_out),

@@ -67,6 +67,17 @@ void sits_request_cancel(struct sits_request *request, int32_t choice)
   pthread_mutex_unlock(&fake.mutex);
 }
 
+void sits_request_stop(struct sits_request *request, int32_t choice) { sits_request_cancel(request, choice); }
+
+enum sits_status sits_engine_may_queue(const struct sits_engine *engine, int64_t n, int64_t n_choices, int64_t n_prompt_tokens,
+                                       struct sits_error *err)
+{
+  (void)engine;
+  (void)n_choices;
+  (void)n_prompt_tokens;
+  return n <= FAKE_MAX_REQUESTS ? SITS_OK : sits_fail_param(err, SITS_INVALID_ARGUMENT, "prompt", "more than can wait here");
+}
+
 void *sits_request_user(const struct sits_request *request) { return request->params.user; }
 
 void sits_request_timing(const struct sits_request *request, struct sits_request_timing *out)
