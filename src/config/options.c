@@ -93,26 +93,51 @@ const struct option_spec options_table[] = {
     STR("grpc-client-cafile", grpc_client_cafile, "gRPC",
         "PEM certificates of authorities: with TLS, gRPC clients must then show a certificate that one of them signed."),
 
+    STR("audit-log", audit_log, "Audit",
+        "File that gets one hash-chained JSON line for each request that asks for a key: who, what, when, how much, outcome. "
+        "Default: none. Check it with --verify-audit."),
+    BOOL("audit-log-prompts", audit_log_prompts, "false", "Audit", "Write the prompts of generation calls into the audit log too."),
+    SIZE("audit-rotate-size", audit_rotate_size, "100M", 4096, 1e13, "Audit",
+         "Size at which the audit log is closed, renamed with the number of its first line, and begun anew."),
+    FLT("audit-rotate-s", audit_rotate_s, "86400", 1, 1e9, "s", "Audit", "Age at which the same is done."),
+
     ENUM("log-level", log_level, "info", "debug|info|warn|error", "Logging", "Least severe lines that are written to stderr."),
 };
 const int options_table_size = sizeof options_table / sizeof options_table[0];
 
+const struct options_word options_words[] = {
+    {"config", "FILE", "Read options from this YAML file; the environment and the command line win over it.", OPTIONS_RUN},
+    {"help", NULL, "List all options.", OPTIONS_HELP},
+    {"version", NULL, "Print the version.", OPTIONS_VERSION},
+    {"print-config", NULL, "Print the options in force as YAML, secrets masked.", OPTIONS_PRINT_CONFIG},
+    {"print-sample-config", NULL, "Print a YAML file with every option commented.", OPTIONS_PRINT_SAMPLE},
+    {"verify-audit", "FILE...", "Check audit logs, oldest first (PATH.* PATH), and name the first bad line.", OPTIONS_VERIFY_AUDIT},
+};
+const int options_n_words = sizeof options_words / sizeof options_words[0];
+
 struct early { const char *config_path; enum options_action action; };
 
-/* Pick out the words that are no table rows (--config, --help, ...) and leave the others in rest (argc pointers). */
-static enum sits_status split_args(int argc, char *const *argv, struct early *early, char **rest, int *n_rest, struct sits_error *err)
+static const struct options_word *find_word(const char *text)
 {
-  static const struct { const char *word; enum options_action action; } words[] = {
-      {"--help", OPTIONS_HELP}, {"-h", OPTIONS_HELP}, {"--version", OPTIONS_VERSION},
-      {"--print-config", OPTIONS_PRINT_CONFIG}, {"--print-sample-config", OPTIONS_PRINT_SAMPLE}};
+  for (int w = 0; w < options_n_words; w++)
+    if (!strncmp(text, "--", 2) && !strcmp(text + 2, options_words[w].name)) return &options_words[w];
+  return NULL;
+}
+
+/* Pick out the words that are no table rows (--config, --help, ...) and leave the others in rest (argc pointers). */
+static enum sits_status split_args(int argc, char *const *argv, struct early *early, char **rest, int *n_rest, struct options *options,
+                                   struct sits_error *err)
+{
   *n_rest = 0;
   for (int i = 1; i < argc; i++) {
-    bool taken = false;
-    for (size_t w = 0; w < sizeof words / sizeof words[0] && !taken; w++) {
-      taken = strcmp(argv[i], words[w].word) == 0;
-      if (taken) early->action = words[w].action;
+    const struct options_word *word = strcmp(argv[i], "-h") ? find_word(argv[i]) : find_word("--help");
+    if (word && word->action != OPTIONS_RUN) {
+      early->action = word->action;
+      if (word->action != OPTIONS_VERIFY_AUDIT) continue;
+      options->files = argv + i + 1; /* the rest of the line */
+      options->n_files = argc - i - 1;
+      return options->n_files ? SITS_OK : sits_fail_param(err, SITS_CONFIG, word->name, "command line: --%s needs files", word->name);
     }
-    if (taken) continue;
     if (strncmp(argv[i], "--config=", 9) == 0) {
       early->config_path = argv[i] + 9;
     } else if (strcmp(argv[i], "--config") == 0) {
@@ -139,6 +164,8 @@ static enum sits_status check_together(struct options *options, const struct opt
                            "grpc-max-connections cannot be kept with TLS, where the gRPC library itself accepts");
   if (options->grpc_client_cafile && (!options->ssl_certfile || !options->grpc_port))
     return sits_fail_param(err, SITS_CONFIG, "grpc-client-cafile", "grpc-client-cafile needs grpc-port, ssl-certfile and ssl-keyfile");
+  if (options->audit_log_prompts && !options->audit_log)
+    return sits_fail_param(err, SITS_CONFIG, "audit-log-prompts", "audit-log-prompts needs audit-log");
   if (options->max_num_batched_tokens > 0 && options->max_num_batched_tokens < options->max_num_seqs)
     return sits_fail_param(err, SITS_CONFIG, "max-num-batched-tokens", "max-num-batched-tokens (%lld) must be at least max-num-seqs (%lld)",
                            (long long)options->max_num_batched_tokens, (long long)options->max_num_seqs);
@@ -158,7 +185,7 @@ enum sits_status options_load(struct options *options, struct option_set *set, i
   *options = (struct options){0};
   enum sits_status status = option_set_init(set, options_table, options_table_size, options, err);
   if (status) return status;
-  status = split_args(argc, argv, &early, rest, &n_rest, err);
+  status = split_args(argc, argv, &early, rest, &n_rest, options, err);
   if (!status && early.config_path) status = option_load_yaml(set, early.config_path, err);
   if (!status) status = option_load_env(set, err);
   if (!status) status = option_parse_args(set, n_rest, rest, 0, NULL, err);
@@ -166,4 +193,15 @@ enum sits_status options_load(struct options *options, struct option_set *set, i
   if (status) option_set_fini(set);
   else *action = early.action;
   return status;
+}
+
+bool options_write_help(const struct option_set *set, struct buf *out)
+{
+  buf_append_text(out, "Usage: sits2026d --model PATH [options]\n\n");
+  for (int w = 0; w < options_n_words; w++) {
+    const struct options_word *word = &options_words[w];
+    buf_printf(out, "  --%s%s%s\n      %s\n", word->name, word->value ? " " : "", word->value ? word->value : "", word->help);
+  }
+  buf_append_char(out, '\n');
+  return option_write_help(set, out);
 }

@@ -43,18 +43,36 @@ struct options {
   const char *api_key;
   bool metrics_require_key;
   double shutdown_timeout_s;
+  /* audit */
+  const char *audit_log;            /* file, NULL: none is kept */
+  bool audit_log_prompts;
+  int64_t audit_rotate_size;
+  double audit_rotate_s;
   /* logging */
   const char *log_level;            /* debug|info|warn|error */
+  /* words of the command line */
+  char *const *files;               /* [n_files] behind --verify-audit; borrowed from argv */
+  int n_files;
 };
 
 extern const struct option_spec options_table[];
 extern const int options_table_size;
 
-enum options_action { OPTIONS_RUN, OPTIONS_HELP, OPTIONS_VERSION, OPTIONS_PRINT_CONFIG, OPTIONS_PRINT_SAMPLE };
+enum options_action {
+  OPTIONS_RUN, OPTIONS_HELP, OPTIONS_VERSION, OPTIONS_PRINT_CONFIG, OPTIONS_PRINT_SAMPLE, OPTIONS_VERIFY_AUDIT
+};
+
+/* Words that are no rows of the table. */
+struct options_word { const char *name, *value, *help; enum options_action action; }; /* value: NULL, or what follows the word */
+extern const struct options_word options_words[];
+extern const int options_n_words;
 
 /* Read --config (if given), the environment and argv, in rising precedence, and check what concerns several options at once.
  * --help, --version, --print-config and --print-sample-config set *action. set must live as long as options. */
 enum sits_status options_load(struct options *options, struct option_set *set, int argc, char *const *argv, enum options_action *action,
                               struct sits_error *err) SITS_MUST_CHECK;
+
+/* The words above, then the table. */
+bool options_write_help(const struct option_set *set, struct buf *out);
 
 #endif

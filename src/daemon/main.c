@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "daemon/actions.h"
 #include "daemon/service.h"
 
 struct loader {
@@ -120,19 +121,6 @@ static int serve(const struct options *options)
   return 0;
 }
 
-static int print(const struct option_set *set, enum options_action action)
-{
-  struct buf text;
-  buf_init(&text, 1u << 20);
-  bool ok = true;
-  if (action == OPTIONS_VERSION) buf_append_text(&text, "sits2026d " SITS_VERSION "\n");
-  else if (action == OPTIONS_HELP) ok = option_write_help(set, &text);
-  else ok = option_write_yaml(set, action == OPTIONS_PRINT_SAMPLE, &text);
-  if (ok && text.data) fputs(text.data, stdout);
-  buf_fini(&text);
-  return ok && !fflush(stdout) ? 0 : 1;
-}
-
 int main(int argc, char **argv)
 {
   static struct options options;
@@ -145,7 +133,7 @@ int main(int argc, char **argv)
   }
   log_set_level(level_of(options.log_level));
   json_object_seed(0); /* before any thread */
-  int result = action == OPTIONS_RUN ? serve(&options) : print(&set, action);
+  int result = action == OPTIONS_RUN ? serve(&options) : action_run(action, &options, &set);
   option_set_fini(&set);
   return result;
 }

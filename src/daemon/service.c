@@ -11,6 +11,8 @@
 #include "tensor/gguf.h"
 
 #define WEDGED_AFTER_US (120 * 1000000LL) /* a step never takes so long; a loop that stands still for so long does not come back */
+#define AUDIT_QUEUE_BYTES (64 << 20)      /* lines that may wait for a slow disk */
+#define AUDIT_PROMPT_BYTES (512 << 10)    /* longest prompt that is kept, as JSON */
 #define FLUSH_US 2000000                  /* time for last bytes to leave after the last request has ended */
 
 static enum sits_status open_grpc(struct service *service, const struct options *options, struct sits_error *err)
@@ -25,6 +27,23 @@ static enum sits_status open_grpc(struct service *service, const struct options 
   return status;
 }
 
+/* Every request that is over passes here. */
+static void observe(void *context, const struct api_record *record)
+{
+  struct service *service = context;
+  if (service->audit) audit_record(service->audit, record);
+}
+
+static enum sits_status open_observers(struct service *service, const struct options *options, struct sits_error *err)
+{
+  struct audit_options audit = {.path = options->audit_log, .rotate_bytes = options->audit_rotate_size,
+                                .rotate_us = (int64_t)(options->audit_rotate_s * 1e6), .queue_bytes = AUDIT_QUEUE_BYTES};
+  enum sits_status status = options->audit_log ? audit_open(&audit, service->metrics, &service->audit, err) : SITS_OK;
+  if (service->audit && options->audit_log_prompts) api_set_prompt_bytes(service->api, AUDIT_PROMPT_BYTES);
+  api_set_observer(service->api, observe, service);
+  return status;
+}
+
 enum sits_status service_open(struct service *service, const struct options *options, struct sits_error *err)
 {
   *service = (struct service){.options = options};
@@ -36,6 +55,8 @@ enum sits_status service_open(struct service *service, const struct options *opt
   status = api_create(&limits, &service->api, err);
   if (status) return status;
   api_set_timeout(service->api, (int64_t)(options->request_timeout_s * 1e6));
+  status = open_observers(service, options, err);
+  if (status) return status;
   struct http_options http = {.host = options->host, .port = (int)options->port, .n_threads = (int)options->http_threads, .n_workers = 2,
                               .max_connections = (int)options->max_connections, .idle_timeout_s = (int64_t)options->http_idle_timeout_s,
                               .ping_us = (int64_t)(options->sse_ping_s * 1e6), .api_key = options->api_key,
@@ -261,6 +282,7 @@ void service_close(struct service *service)
   health_unwatch(&service->health);
   instance_close(service->instance);
   api_destroy(service->api);
+  audit_close(service->audit);
   metrics_destroy(service->metrics);
   chat_template_destroy(service->chat_template);
   tokenizer_destroy(service->tokenizer);

@@ -8,6 +8,7 @@
 
 #include "config/options.h"
 #include "engine/instance.h"
+#include "front/audit/audit.h"
 #include "front/grpc/rpc_server.h"
 #include "front/http/http_server.h"
 
@@ -16,6 +17,7 @@ struct service {
   struct health health;
   struct metrics *metrics;
   struct api *api;
+  struct audit *audit;                 /* NULL: none is kept */
   struct http_server *http;
   struct rpc_server *rpc;              /* NULL: gRPC is off */
   struct http_engine http_engine;      /* what the HTTP server asks of the engine */

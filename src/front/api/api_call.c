@@ -30,6 +30,7 @@ void api_call_free(struct api_call *call)
     if (part->request) sits_request_release(part->request);
   }
   mem_free(call->parts);
+  buf_fini(&call->prompt);
   api_request_destroy(call->request);
   mem_free(call);
 }
@@ -48,6 +49,17 @@ static enum sits_status tokenize_parts(struct api_call *call, const struct api_m
     call->usage.n_prompt_tokens += part->n_prompt;
   }
   return SITS_OK;
+}
+
+static int append_dump(const char *bytes, size_t n_bytes, void *context) { return buf_append(context, bytes, n_bytes) ? 0 : -1; }
+
+/* The prompt as the client wrote it: the messages or the prompt, as one JSON value. */
+static void keep_prompt(struct api_call *call)
+{
+  const struct api_request *request = call->request;
+  const json_t *value = request->messages ? request->messages : json_object_get(request->body, "prompt");
+  buf_init(&call->prompt, call->api->prompt_bytes);
+  if (call->api->prompt_bytes && value) json_dump_callback(value, append_dump, &call->prompt, JSON_COMPACT | JSON_ENCODE_ANY);
 }
 
 /* The parsed messages or prompts are not needed any more once they are tokens; a waiting call should not hold megabytes of JSON. */
@@ -207,6 +219,7 @@ enum sits_status api_call_create(struct api *api, struct api_request *request, c
     api_call_unref(call);
     return status;
   }
+  keep_prompt(call);
   drop_texts(request);
   *out = call;
   return SITS_OK;
@@ -377,8 +390,10 @@ static enum sits_status echo_prompt(struct api_part *part, int32_t c)
   return status;
 }
 
-static void choice_finished(struct api_part *part, int32_t c)
+static void choice_finished(struct api_part *part, int32_t c, enum api_finish finish)
 {
+  if (finish == API_FINISH_STOP) part->call->usage.n_stopped++;
+  if (finish == API_FINISH_LENGTH) part->call->usage.n_cut++;
   part->choices[c].is_finished = true;
   part->n_left--;
 }
@@ -409,7 +424,7 @@ static enum sits_status take_token(struct api_part *part, const struct sits_even
     return SITS_OK; /* all of it is held back */
   }
   emit(part, c, &piece, &delta);
-  if (delta.finish) choice_finished(part, c);
+  if (delta.finish) choice_finished(part, c, delta.finish);
   return SITS_OK;
 }
 
@@ -451,7 +466,7 @@ static enum sits_status take_finish(struct api_part *part, const struct sits_eve
     piece.n_tokens = choice->n_pending;
   }
   emit(part, c, &piece, &delta);
-  choice_finished(part, c);
+  choice_finished(part, c, delta.finish);
   return SITS_OK;
 }
 

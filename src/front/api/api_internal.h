@@ -6,7 +6,9 @@
 #include <stdatomic.h>
 
 #include "front/api/api_call.h"
+#include "base/buf.h"
 #include "front/api/api_prompt.h"
+#include "front/api/api_record.h"
 #include "text/detok.h"
 
 struct api_choice {
@@ -49,7 +51,8 @@ struct api_call {
   int32_t n_parts_left;           /* [delivery] */
   enum api_call_state state;      /* [mutex api.mutex] to change, [delivery] to read */
   atomic_int cancel_status;       /* [atomic] SITS_OK: not cancelled */
-  struct api_usage usage;         /* [delivery] */
+  struct api_usage usage;         /* [delivery]; constant once the call is done */
+  struct buf prompt;              /* [init] as JSON, when the api keeps prompts; failed: it was too large */
   struct api_call *next, *previous; /* [mutex api.mutex] list of active calls */
 };
 
@@ -61,6 +64,9 @@ struct api {
   _Atomic(const struct api_model *) model; /* [atomic] NULL while loading; points at model_store */
   struct api_model model_store;         /* [init] written before model */
   struct api_specials *specials;        /* [init] likewise */
+  api_observer *observer;               /* [init] NULL: no one looks */
+  void *observer_context;               /* [init] */
+  size_t prompt_bytes;                  /* [init] of prompts kept for records, 0: none are */
   atomic_bool is_admitting;             /* [atomic] */
   pthread_t thread;
   pthread_mutex_t mutex;

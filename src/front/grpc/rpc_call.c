@@ -3,6 +3,7 @@
  *
  * States: ARMED (waits for a client) -> BEGUN (on_new) -> sending: one batch in flight, further messages in the list -> status sent ->
  * close tag -> last reference. The close tag may come at any time after BEGUN (the client left, its deadline passed). */
+#include <grpc/support/alloc.h>
 #include <grpc/support/log.h>
 #include <stdio.h>
 #include <string.h>
@@ -19,6 +20,8 @@ static void on_new(struct rpc *rpc, bool ok);
 static void on_close(struct rpc *rpc, bool ok);
 static void on_write(struct rpc *rpc, bool ok);
 static void on_kick(struct rpc *rpc, bool ok);
+
+static int sent_code(const struct rpc *rpc) { return rpc->has_sent_status ? (int)rpc->code : GRPC_STATUS_CANCELLED; }
 
 /* ---- arming and references ---- */
 
@@ -112,6 +115,20 @@ static void uncount(struct rpc_server *server, const struct rpc_method *method)
   pthread_mutex_unlock(&server->mutex);
 }
 
+/* Nobody uses the call any more: tell what became of it. */
+static void observe(const struct rpc *rpc)
+{
+  const struct rpc_method *method = rpc->method;
+  struct api_record record = {.transport = "grpc", .id = rpc->id, .route = method ? method->path : "?", .tenant = "", .key = "",
+                              .peer = rpc->peer, .is_public = method && method->is_public, .kind = method ? method->kind : 0,
+                              .code = sent_code(rpc), .status = rpc->has_sent_status ? rpc->status : SITS_CANCELLED,
+                              .client_left = rpc->is_cancelled && !rpc->has_sent_status, .started_unix_us = rpc->started_unix_us,
+                              .started_us = rpc->started_us, .received_us = rpc->started_us, .ended_us = rpc->ended_us,
+                              .parent = &rpc->parent};
+  if (rpc->api_call) api_record_call(&record, rpc->api_call);
+  api_observe(rpc->server->api, &record);
+}
+
 void rpc_unref(struct rpc *rpc)
 {
   if (atomic_fetch_sub(&rpc->n_refs, 1) != 1) return;
@@ -119,7 +136,10 @@ void rpc_unref(struct rpc *rpc)
   const struct rpc_method *method = rpc->method;
   int queue = rpc->queue;
   bool is_listed = rpc->is_listed, owes_arm = rpc->owes_arm;
-  if (is_listed) unlist(rpc);
+  if (is_listed) {
+    observe(rpc);
+    unlist(rpc);
+  }
   drop_messages_locked(rpc);
   if (rpc->api_call) api_call_release(rpc->api_call);
   if (rpc->has_reply) rpc_reply_fini(&rpc->reply);
@@ -333,10 +353,34 @@ static bool is_authorized(const struct rpc *rpc)
   return find_metadata(rpc, "authorization", value, sizeof value) && api_access_bearer_is(value, key);
 }
 
+/* Sockets that rpc_accept.c handed over are known to the library by their number only. */
+static void name_peer(struct rpc *rpc)
+{
+  char *peer = grpc_call_get_peer(rpc->call);
+  struct sockaddr_storage address = {0};
+  socklen_t n = sizeof address;
+  int fd;
+  if (peer && sscanf(peer, "fd:%d", &fd) == 1 && !getpeername(fd, (struct sockaddr *)&address, &n))
+    api_peer_name((const struct sockaddr *)&address, rpc->peer);
+  else snprintf(rpc->peer, sizeof rpc->peer, "%s", peer ? peer : "");
+  gpr_free(peer);
+}
+
+static void find_trace_parent(struct rpc *rpc)
+{
+  char parent[256], state[API_TRACE_STATE_BYTES];
+  bool has_parent = find_metadata(rpc, "traceparent", parent, sizeof parent);
+  bool has_state = find_metadata(rpc, "tracestate", state, sizeof state);
+  api_trace_parent_parse(has_parent ? parent : NULL, has_state ? state : NULL, &rpc->parent);
+}
+
 static void begin(struct rpc *rpc)
 {
   struct rpc_server *server = rpc->server;
   rpc->started_us = clock_monotonic_us();
+  rpc->started_unix_us = clock_unix_us();
+  name_peer(rpc);
+  find_trace_parent(rpc);
   metrics_grpc_begin(server->metrics);
   char given[80];
   bool has_id = find_metadata(rpc, "x-request-id", given, sizeof given);
@@ -382,7 +426,7 @@ static void on_new(struct rpc *rpc, bool ok)
 
 static void note_end(const struct rpc *rpc)
 {
-  int code = rpc->has_sent_status ? (int)rpc->code : GRPC_STATUS_CANCELLED;
+  int code = sent_code(rpc);
   metrics_grpc_end(rpc->server->metrics, rpc->method ? (int)(rpc->method - rpc_methods) : rpc_n_methods, code);
   double ms = (double)(clock_monotonic_us() - rpc->started_us) / 1000;
   const char *path = rpc->method ? rpc->method->path : "?";
@@ -396,6 +440,7 @@ static void on_close(struct rpc *rpc, bool ok)
 {
   pthread_mutex_lock(&rpc->mutex);
   rpc->is_closed = true;
+  rpc->ended_us = clock_monotonic_us();
   drop_messages_locked(rpc);
   struct api_call *call = rpc->api_call;
   bool left = rpc->is_cancelled && !rpc->has_sent_status && rpc->method && rpc->method->kind;

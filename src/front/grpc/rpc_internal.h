@@ -12,7 +12,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "front/api/api_call.h"
+#include "front/api/api_record.h"
 #include "front/grpc/rpc_reply.h"
 #include "front/grpc/rpc_server.h"
 
@@ -61,7 +61,10 @@ struct rpc {
   bool owes_arm;                       /* [queue] no successor could be allocated: this one is armed again instead of freed */
   bool is_listed;                      /* [server.mutex] */
   struct rpc_tag new_tag, close_tag, write_tag, kick_tag, read_tag; /* [init] */
-  int64_t started_us;                  /* [init] */
+  char peer[API_PEER_BYTES];           /* [init] as the library names it */
+  struct api_trace_parent parent;      /* [init] */
+  int64_t started_us, started_unix_us; /* [init] */
+  int64_t ended_us;                    /* [queue] */
 
   pthread_mutex_t mutex;
   bool is_closed;                      /* [mutex] the close tag came: nothing more is sent */

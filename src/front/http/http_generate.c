@@ -128,6 +128,7 @@ static void sink_done(void *context, const struct api_result *result)
   request->n_output_tokens = result->usage.n_output_tokens;
   bool is_stream = request->is_stream;
   if (is_stream) {
+    request->outcome = result->status;
     request->out.failed = false; /* the end is always said, even when memory was short before */
     http_reply_done(&request->reply, result, &request->out);
     request->is_finished = true;

@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 
 #include "base/buf.h"
+#include "front/api/api_record.h"
 #include "front/http/http_reply.h"
 #include "front/http/http_server.h"
 
@@ -39,7 +40,11 @@ struct http_request {
   const char *tail;                   /* [pool] what follows a prefix route's path; valid within the handler */
   char id[68];                        /* [init] X-Request-Id */
   char qos[16];                       /* [init] X-QoS-Level, "" when absent */
-  int64_t started_us;                 /* [init] */
+  char verb[8];                       /* [init] HTTP method, cut */
+  char peer[API_PEER_BYTES];          /* [init] address and port */
+  struct api_trace_parent parent;     /* [init] */
+  int64_t started_us, started_unix_us;/* [init] */
+  int64_t received_us;                /* [pool] all of it is here, 0: not yet */
   struct buf body;                    /* [pool] while it arrives, then [worker] */
   bool is_too_large;                  /* [pool] */
   bool is_crowded;                    /* [pool] there was no memory for its body */
@@ -53,6 +58,9 @@ struct http_request {
   bool is_gone;                       /* [mutex] the client left, or is to be cut */
   struct MHD_Response *response;      /* [mutex] set once by http_respond; taken by the handler */
   int status;                         /* [mutex] its HTTP status */
+  enum sits_status outcome;           /* [mutex] how it ended; of streams too, whose status is 200 */
+  bool was_cut;                       /* [pool] the answer did not reach the client */
+  int64_t ended_us;                   /* [pool] */
   struct api_call *call;              /* [mutex] one reference; NULL until created */
   struct http_reply reply;            /* [mutex] */
   bool has_reply;                     /* [mutex] */
@@ -106,7 +114,7 @@ struct http_server {
 };
 
 /* http_request.c */
-struct http_request *http_request_create(struct http_server *server, struct MHD_Connection *connection);
+struct http_request *http_request_create(struct http_server *server, struct MHD_Connection *connection, const char *verb);
 void http_request_ref(struct http_request *request);
 void http_request_unref(struct http_request *request);
 /* Wake the connection if it sleeps for this reason; the request's mutex is held. */
@@ -122,6 +130,8 @@ void http_add_headers(struct http_request *request, struct MHD_Response *respons
 
 /* http_routes.c */
 int http_route_find(const char *url, const char **tail);   /* -1: none */
+/* Whether no key is asked for it. */
+bool http_route_is_public(const struct http_server *server, const struct http_route *route);
 
 /* http_generate.c, http_tokenize.c */
 void http_answer_generate(struct http_request *request);

@@ -11,7 +11,12 @@
 #include "front/api/api_access.h"
 #include "front/http/http_internal.h"
 
-struct http_request *http_request_create(struct http_server *server, struct MHD_Connection *connection)
+static const char *header_of(struct MHD_Connection *connection, const char *name)
+{
+  return MHD_lookup_connection_value(connection, MHD_HEADER_KIND, name);
+}
+
+struct http_request *http_request_create(struct http_server *server, struct MHD_Connection *connection, const char *verb)
 {
   struct http_request *request = mem_calloc(1, sizeof *request);
   if (!request) return NULL;
@@ -23,13 +28,17 @@ struct http_request *http_request_create(struct http_server *server, struct MHD_
   const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
   request->fd = info ? info->connect_fd : -1;
   request->started_us = clock_monotonic_us();
+  request->started_unix_us = clock_unix_us();
+  snprintf(request->verb, sizeof request->verb, "%s", verb);
+  info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CLIENT_ADDRESS);
+  api_peer_name(info ? info->client_addr : NULL, request->peer);
+  api_trace_parent_parse(header_of(connection, "traceparent"), header_of(connection, "tracestate"), &request->parent);
   request->last_write_us = request->started_us;
   buf_init(&request->body, (size_t)api_limits(server->api)->max_body_bytes + 1);
   buf_init(&request->out, 64u << 20);
   pthread_mutex_init(&request->mutex, NULL);
-  api_access_choose_id(MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "X-Request-Id"), request->number, request->id,
-                       sizeof request->id);
-  const char *qos = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "X-QoS-Level");
+  api_access_choose_id(header_of(connection, "X-Request-Id"), request->number, request->id, sizeof request->id);
+  const char *qos = header_of(connection, "X-QoS-Level");
   snprintf(request->qos, sizeof request->qos, "%s", qos ? qos : "");
   pthread_mutex_lock(&server->mutex);
   request->next = server->requests;
@@ -43,10 +52,27 @@ struct http_request *http_request_create(struct http_server *server, struct MHD_
 
 void http_request_ref(struct http_request *request) { atomic_fetch_add(&request->n_refs, 1); }
 
+/* Nobody uses the request any more: tell what became of it. */
+static void observe(const struct http_request *request)
+{
+  const struct http_server *server = request->server;
+  const struct http_route *route = request->route >= 0 ? &http_routes[request->route] : NULL;
+  struct api_record record = {.transport = "http", .id = request->id, .route = route ? route->path : "?", .verb = request->verb,
+                              .tenant = "", .key = "", .peer = request->peer, .kind = route ? route->kind : 0, .code = request->status,
+                              .status = request->outcome, .client_left = request->was_cut, .started_unix_us = request->started_unix_us,
+                              .started_us = request->started_us, .received_us = request->received_us, .ended_us = request->ended_us,
+                              .parent = &request->parent};
+  record.is_public = route && http_route_is_public(server, route);
+  if (request->was_cut && !record.status) record.status = SITS_CANCELLED;
+  if (request->call) api_record_call(&record, request->call);
+  api_observe(server->api, &record);
+}
+
 void http_request_unref(struct http_request *request)
 {
   if (atomic_fetch_sub(&request->n_refs, 1) != 1) return;
   struct http_server *server = request->server;
+  observe(request);
   if (request->call) api_call_release(request->call);
   if (request->has_reply) http_reply_fini(&request->reply);
   if (request->response) MHD_destroy_response(request->response);
@@ -108,7 +134,7 @@ static struct MHD_Response *make_response(struct http_request *request, const ch
 }
 
 /* Store the answer (NULL: the connection will be cut) and wake the connection. */
-static void store(struct http_request *request, int status, struct MHD_Response *response)
+static void store(struct http_request *request, int status, enum sits_status outcome, struct MHD_Response *response)
 {
   pthread_mutex_lock(&request->mutex);
   if (request->response || request->is_completed) {
@@ -116,6 +142,7 @@ static void store(struct http_request *request, int status, struct MHD_Response 
   } else {
     request->response = response;
     request->status = status;
+    request->outcome = outcome;
     if (!response) request->is_gone = true;
   }
   http_wake_locked(request, HTTP_WAIT_RESPONSE);
@@ -124,7 +151,7 @@ static void store(struct http_request *request, int status, struct MHD_Response 
 
 void http_respond(struct http_request *request, int status, const char *content_type, struct buf *body)
 {
-  store(request, status, make_response(request, content_type, body));
+  store(request, status, SITS_OK, make_response(request, content_type, body));
 }
 
 void http_respond_error(struct http_request *request, enum sits_status status, const char *text, const char *param)
@@ -141,7 +168,7 @@ void http_respond_error(struct http_request *request, enum sits_status status, c
   }
   if (status == SITS_QUEUE_FULL || status == SITS_RATE_LIMITED) metrics_add(request->server->metrics, METRICS_REJECTED_QUEUE, 1);
   if (status == SITS_UNAVAILABLE) metrics_add(request->server->metrics, METRICS_REJECTED_UNAVAILABLE, 1);
-  store(request, sits_status_info(status)->http, response);
+  store(request, sits_status_info(status)->http, status, response);
 }
 
 void http_respond_failure(struct http_request *request, enum sits_status status, const struct sits_error *err)

@@ -127,6 +127,11 @@ const struct http_route http_routes[] = {
 };
 const int http_n_routes = sizeof http_routes / sizeof *http_routes;
 
+bool http_route_is_public(const struct http_server *server, const struct http_route *route)
+{
+  return route->is_public || (!strcmp(route->path, "/metrics") && !server->options.metrics_require_key);
+}
+
 int http_route_find(const char *url, const char **tail)
 {
   for (int i = 0; i < http_n_routes; i++) {

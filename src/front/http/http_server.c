@@ -33,10 +33,7 @@ static bool is_authorized(const struct http_request *request)
 {
   const struct http_options *options = &request->server->options;
   if (!options->api_key) return true;
-  if (request->route >= 0) {
-    const struct http_route *route = &http_routes[request->route];
-    if (route->is_public || (!strcmp(route->path, "/metrics") && !options->metrics_require_key)) return true;
-  }
+  if (request->route >= 0 && http_route_is_public(request->server, &http_routes[request->route])) return true;
   const char *value = MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION);
   return api_access_bearer_is(value, options->api_key);
 }
@@ -186,7 +183,7 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
   struct http_server *server = context;
   struct http_request *request = *slot;
   if (!request) {
-    request = http_request_create(server, connection);
+    request = http_request_create(server, connection, method);
     if (!request) return MHD_NO;
     *slot = request;
     const char *tail = NULL;
@@ -199,6 +196,7 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
     return result;
   }
   if (request->is_begun || request->response) return queue_answer(request);
+  request->received_us = clock_monotonic_us();
   if (request->is_too_large) {
     http_respond_error(request, SITS_TOO_LARGE, NULL, NULL);
     return queue_answer(request);
@@ -238,6 +236,8 @@ static void on_completed(void *context, struct MHD_Connection *connection, void 
   pthread_mutex_lock(&request->mutex);
   request->is_completed = true;
   request->wait = HTTP_WAIT_NONE;
+  request->ended_us = clock_monotonic_us();
+  request->was_cut = code != MHD_REQUEST_TERMINATED_COMPLETED_OK;
   if (code != MHD_REQUEST_TERMINATED_COMPLETED_OK) request->is_gone = true;
   struct api_call *call = request->call;
   struct MHD_Response *response = request->response; /* a stream's response holds the request: let it go here, not in the destructor */

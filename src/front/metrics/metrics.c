@@ -24,6 +24,9 @@ static const struct counter_row counter_rows[METRICS_COUNTER_COUNT] = {
   [METRICS_REJECTED_UNAVAILABLE] = {"admission_rejections_total", ",reason=\"unavailable\"", ""},
   [METRICS_DISCONNECTS] = {"client_disconnects_total", "", "Requests whose client left before the end."},
   [METRICS_SLOW_READERS] = {"slow_reader_stalls_total", "", "Times a stream was paused because its client did not read."},
+  [METRICS_AUDIT_LINES] = {"audit_lines_total", "", "Lines written to the audit log."},
+  [METRICS_AUDIT_LOST] = {"audit_lines_lost_total", "", "Lines that the audit log's queue had no room for."},
+  [METRICS_AUDIT_ERRORS] = {"audit_write_errors_total", "", "Failed writes of the audit log; what they held is written later."},
 };
 
 struct metrics {

@@ -21,6 +21,9 @@ enum metrics_counter {
   METRICS_REJECTED_UNAVAILABLE,  /* requests answered 503 */
   METRICS_DISCONNECTS,           /* requests whose client left before the end */
   METRICS_SLOW_READERS,          /* times a stream was paused because its client did not read */
+  METRICS_AUDIT_LINES,           /* audit lines written */
+  METRICS_AUDIT_LOST,            /* audit lines that the writer's queue had no room for */
+  METRICS_AUDIT_ERRORS,          /* failed writes of the audit log; the lines are kept and written again */
   METRICS_COUNTER_COUNT
 };
 

@@ -1,0 +1,39 @@
+/* See actions.h. */
+#include "daemon/actions.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+
+#include "front/audit/audit_verify.h"
+
+static int print(enum options_action action, const struct option_set *set)
+{
+  struct buf text;
+  buf_init(&text, 1u << 20);
+  bool ok = true;
+  if (action == OPTIONS_VERSION) buf_append_text(&text, "sits2026d " SITS_VERSION "\n");
+  else if (action == OPTIONS_HELP) ok = options_write_help(set, &text);
+  else ok = option_write_yaml(set, action == OPTIONS_PRINT_SAMPLE, &text);
+  if (ok && text.data) fputs(text.data, stdout);
+  buf_fini(&text);
+  return ok && !fflush(stdout) ? 0 : 1;
+}
+
+static int verify_audit(const struct options *options)
+{
+  struct audit_report report;
+  struct sits_error err = {0};
+  enum sits_status status = audit_verify((const char *const *)options->files, options->n_files, &report, &err);
+  if (status) {
+    fprintf(stderr, "sits2026d: %s\n", err.text);
+    return 1;
+  }
+  printf("ok: %" PRId64 " lines in %" PRId64 " files, numbers %" PRIu64 " to %" PRIu64 ", last hash %s\n", report.n_lines, report.n_files,
+         report.first_seq, report.last_seq, report.last_hash);
+  return fflush(stdout) ? 1 : 0;
+}
+
+int action_run(enum options_action action, const struct options *options, const struct option_set *set)
+{
+  return action == OPTIONS_VERIFY_AUDIT ? verify_audit(options) : print(action, set);
+}

@@ -1,0 +1,121 @@
+"""The audit log of the running daemon: a line for each request that asks for a key, over HTTP and gRPC, with what it took and how it ended;
+prompts only by option; the chain verifies over restarts and rotations, and damage is named."""
+import json
+import subprocess
+import time
+
+import pytest
+from conftest import BIN, SLOW, TINY, start
+from grpc_client import channel, grpc, pb, start_both, stubs
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+LONG = {"prompt": "Once", "max_tokens": 480, "ignore_eos": True, "n": 8}
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def requests(path, n, seconds=20):
+    """The request lines once there are n."""
+    end = time.time() + seconds * SLOW
+    while True:
+        found = [x for x in lines(path) if x["kind"] == "request"] if path.exists() else []
+        if len(found) >= n:
+            assert len(found) == n, found
+            return found
+        assert time.time() < end, found
+        time.sleep(0.02)
+
+
+def verify(*paths):
+    return subprocess.run([BIN / "sits2026d", "--verify-audit", *paths], capture_output=True, text=True)
+
+
+def test_http_and_grpc_requests_are_told(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("audit")
+    path = folder / "audit.log"
+    server = start_both(tmp_path_factory, TINY, "--api-key", "top-secret", "--audit-log", path)
+    key = {"Authorization": "Bearer top-secret"}
+    assert server.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True},
+                       {**key, "X-Request-Id": "one", "X-QoS-Level": "high", "traceparent": TRACE})[0] == 200
+    assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True,
+                                                "stream": True}, {**key, "X-Request-Id": "two"})[0] == 200
+    assert server.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "three"})[0] == 401
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": -5}, {**key, "X-Request-Id": "four"})[0] == 400
+    assert server.get("/nowhere", {**key, "X-Request-Id": "five"})[0] == 404
+    for public in ("/health", "/health/live", "/metrics"):
+        assert server.get(public)[0] == 200
+    with channel(server) as link:
+        stub = stubs.InferenceStub(link)
+        metadata = [("authorization", "Bearer top-secret"), ("x-request-id", "six"), ("traceparent", TRACE)]
+        stub.Generate(pb.GenerateRequest(prompt=["Once upon a time"], max_tokens=5, ignore_eos=True), metadata=metadata)
+        with pytest.raises(grpc.RpcError):
+            stub.Generate(pb.GenerateRequest(prompt=["x"]), metadata=[("x-request-id", "seven")])
+    found = {line["id"]: line for line in requests(path, 7)}
+    one = found["one"]
+    assert {k: one[k] for k in ("transport", "route", "verb", "status", "outcome", "client_left", "model", "class", "stream", "n",
+                                "max_tokens", "output_tokens", "cut", "stopped", "trace")} == {
+        "transport": "http", "route": "/v1/completions", "verb": "POST", "status": 200, "outcome": "OK", "client_left": False,
+        "model": "tiny", "class": "high", "stream": False, "n": 1, "max_tokens": 5, "output_tokens": 5, "cut": 1, "stopped": 0,
+        "trace": TRACE.split("-")[1]}
+    assert one["prompt_tokens"] > 3 and one["peer"].startswith("127.0.0.1:") and one["ms"] > 0
+    assert found["two"]["stream"] is True and found["two"]["output_tokens"] == 3
+    assert (found["three"]["status"], found["three"]["outcome"], "model" in found["three"]) == (401, "UNAUTHENTICATED", False)
+    assert (found["four"]["status"], found["five"]["status"], found["five"]["route"]) == (400, 404, "?")
+    six = found["six"]
+    assert (six["transport"], six["route"], six["status"], six["output_tokens"], six["prompt_tokens"]) == (
+        "grpc", "/sits2026.v1.Inference/Generate", 0, 5, one["prompt_tokens"])
+    assert six["trace"] == one["trace"] and "127.0.0.1" in six["peer"]
+    assert (found["seven"]["status"], found["seven"]["outcome"]) == (16, "UNAUTHENTICATED")
+    assert server.metric("audit_lines_total") == 7 and server.metric("audit_lines_lost_total") == 0
+    assert server.stop() == 0
+    text = path.read_text()
+    assert "top-secret" not in text and "Once upon" not in text and "prompt\"" not in text
+    assert verify(path).returncode == 0
+
+
+def test_client_that_leaves_is_told_with_what_it_took(tmp_path_factory):
+    path = tmp_path_factory.mktemp("audit") / "audit.log"
+    server = start(tmp_path_factory, TINY, "--audit-log", path)
+    body = json.dumps({**LONG, "stream": True}).encode()
+    with server.connect() as sock:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        sock.sendall(head % len(body) + body)
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+    line = requests(path, 1)[0]
+    assert line["client_left"] is True and line["outcome"] == "CANCELLED" and line["output_tokens"] >= 1
+    assert server.stop() == 0
+
+
+def test_prompts_only_by_option_and_the_chain_over_restarts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("audit") / "audit.log"
+    for run in range(2):
+        server = start(tmp_path_factory, TINY, "--audit-log", path, "--audit-log-prompts", "--audit-rotate-size", 4096)
+        assert server.chat(f"secret {run}", max_tokens=2)[0] == 200
+        for i in range(8):
+            assert server.complete(["a", "b"], max_tokens=1)[0] == 200
+        assert server.stop() == 0
+    files = sorted(path.parent.glob("audit.log.0*")) + [path]
+    assert len(files) > 2
+    found = [line for file in files for line in lines(file) if line["kind"] == "request"]
+    assert len(found) == 18
+    assert found[0]["prompt"] == [{"role": "user", "content": "secret 0"}] and found[1]["prompt"] == ["a", "b"]
+    done = verify(*files)
+    assert done.returncode == 0 and "ok: " in done.stdout, done.stderr
+    text = files[0].read_text()
+    files[0].write_text(text.replace("secret 0", "secret 1"))
+    done = verify(*files)
+    assert done.returncode == 1 and f"{files[0]}: line 2 was changed" in done.stderr
+    files[0].write_text(text)
+    files[1].write_text("".join(files[1].read_text().splitlines(keepends=True)[:-1]))
+    assert f"{files[2]}: line 1" in verify(*files).stderr
+
+
+def test_wrong_use_is_refused(tmp_path):
+    (tmp_path / "alien").write_text("hello\n")
+    for options, text in (([("--audit-log"), tmp_path / "alien"], "no line of an audit log"),
+                          (["--audit-log", tmp_path / "no/where"], "No such file"), (["--audit-log-prompts"], "needs audit-log")):
+        done = subprocess.run([BIN / "sits2026d", "--model", str(TINY), "--port", "0", *map(str, options)], capture_output=True, text=True)
+        assert done.returncode == 1 and text in done.stderr, done.stderr
+    assert "needs files" in verify().stderr
