@@ -29,6 +29,14 @@ PANELS = [
     ("Finished requests", "reqps", rate("request_success_total", "{{finished_reason}}", "finished_reason")),
     ("Rejections and preemptions", "reqps", rate("admission_rejections_total", "rejected") + rate("num_preemptions_total", "preempted")),
     ("Delivery after the engine", "s", quantiles("delivery_latency_seconds")),
+    ("Mean time by stage", "s",
+     [('sum by (stage) (rate(sits2026:request_stage_seconds_sum{model_name=~"$model"}[$__rate_interval]))'
+       ' / sum by (stage) (rate(sits2026:request_stage_seconds_count{model_name=~"$model"}[$__rate_interval]))', "{{stage}}")]),
+    ("Output tokens per second by tenant", "short", rate("tenant_generation_tokens_total", "{{tenant}}", "tenant")),
+    ("Requests by class", "reqps", rate("class_requests_total", "{{class}}", "class")),
+    ("KV pages", "short", [('sum by (codec, state) (sits2026:kv_pool_pages{model_name=~"$model"})', "{{codec}} {{state}}")]),
+    ("Memory of the process", "bytes", [("sum by (instance) (process_resident_memory_bytes)", "{{instance}}")]),
+    ("Audit lines and spans lost", "short", rate("audit_lines_lost_total", "audit lines") + rate("trace_spans_dropped_total", "spans")),
 ]
 
 

@@ -76,3 +76,12 @@ def test_every_file_is_yaml():
     assert len(files) > 10
     for file in files:
         assert documents(pathlib.Path(file)) or file.name == "sits2026d.yaml", file
+
+
+def test_both_images_end_alike():
+    """The CUDA image starts, is watched and confined as the CPU image is."""
+    ends = [[line for line in (ROOT / "docker" / name).read_text().splitlines()
+             if line.split(" ")[0] in ("USER", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "ENTRYPOINT")]
+            for name in ("Dockerfile", "Dockerfile.cuda")]
+    assert ends[0] == ends[1] and len(ends[0]) == 5
+    assert ends[0][0] == "USER 10001:10001"

@@ -1,0 +1,231 @@
+"""The Kubernetes manifests: rendered overlays validate against the published schemas of Kubernetes (PyPI: kubernetes-validate), custom
+resources against a strict table of our own below (their schemas are on no package index that the tests may use), and rolling a
+deployment under load, played on local processes by its own manifest, loses no request."""
+import json
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from conftest import BIN, ROOT, SLOW, TINY
+from kubelet import Cluster, Load, deployment_of
+from kustomize import render
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+FOLDER = ROOT / "configs/kubernetes"
+OVERLAYS = sorted(p.name for p in (FOLDER / "overlays").iterdir())
+EVERY = [FOLDER / "base", *(FOLDER / "overlays" / name for name in OVERLAYS)]
+VERSION = "1.31"
+
+# The fields that the custom resources may have, by the API's published types: a type, a set of words, [item] for lists, {key: ...} for
+# objects, {str: type} for maps. POD stands for a pod template, which the Kubernetes schemas check. A key that ends in "!" is required.
+POD = object()
+LABELS = {str: str}
+CRDS = {
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): {
+        "selector!": {"matchLabels": LABELS}, "namespaceSelector": {"any": bool, "matchNames": [str]}, "jobLabel": str,
+        "endpoints!": [{"port": str, "path": str, "interval": str, "scrapeTimeout": str, "scheme": {"http", "https"},
+                        "honorLabels": bool}]},
+    ("inference.networking.k8s.io/v1", "InferencePool"): {
+        "selector!": {"matchLabels!": LABELS}, "targetPorts!": [{"number!": int}],
+        "endpointPickerRef!": {"group": str, "kind": str, "name!": str, "port": {"number!": int},
+                               "failureMode": {"FailOpen", "FailClose"}}},
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): {
+        "parentRefs!": [{"group": str, "kind": str, "name!": str, "namespace": str, "sectionName": str, "port": int}], "hostnames": [str],
+        "rules!": [{"matches": [{"path": {"type": {"Exact", "PathPrefix", "RegularExpression"}, "value": str}}],
+                    "backendRefs": [{"group": str, "kind": str, "name!": str, "namespace": str, "port": int, "weight": int}],
+                    "timeouts": {"request": str, "backendRequest": str}}]},
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
+        "replicas": int, "startupPolicy": {"LeaderCreated", "LeaderReady"},
+        "rolloutStrategy": {"type!": {"RollingUpdate"},
+                            "rollingUpdateConfiguration": {"maxUnavailable": int, "maxSurge": int, "partition": int}},
+        "leaderWorkerTemplate!": {"size": int, "restartPolicy": {"RecreateGroupOnPodRestart", "None"}, "leaderTemplate": POD,
+                                  "workerTemplate!": POD},
+        "networkConfig": {"subdomainPolicy": {"Shared", "UniquePerReplica"}}},
+}
+
+
+def check(value, kind, path):
+    if kind is POD:
+        pod = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"},
+               "spec": {"selector": {"matchLabels": value["metadata"]["labels"]}, "template": value}}
+        kubernetes_validate.validate(pod, VERSION, strict=True)
+    elif isinstance(kind, set):
+        assert value in kind, f"{path}: {value}"
+    elif isinstance(kind, list):
+        assert isinstance(value, list) and value, path
+        for i, item in enumerate(value):
+            check(item, kind[0], f"{path}[{i}]")
+    elif isinstance(kind, dict) and str in kind:
+        assert all(isinstance(k, str) and isinstance(v, kind[str]) for k, v in value.items()), path
+    elif isinstance(kind, dict):
+        fields = {k.rstrip("!"): v for k, v in kind.items()}
+        assert isinstance(value, dict) and set(value) <= set(fields), f"{path}: {set(value) - set(fields)}"
+        assert {k[:-1] for k in kind if k.endswith("!")} <= set(value), path
+        for key, item in value.items():
+            check(item, fields[key], f"{path}.{key}")
+    else:
+        assert type(value) is kind, f"{path}: {value!r}"
+
+
+def validate(item):
+    """Whether the object is what its API takes; raises otherwise."""
+    known = CRDS.get((item["apiVersion"], item["kind"]))
+    if known is None:
+        assert "." not in item["apiVersion"].split("/")[0] or item["apiVersion"].split("/")[0].endswith("k8s.io"), item["apiVersion"]
+        kubernetes_validate.validate(item, VERSION, strict=True)
+        return
+    assert set(item) == {"apiVersion", "kind", "metadata", "spec"}
+    check(item["spec"], known, item["kind"])
+
+
+@pytest.mark.parametrize("folder", EVERY, ids=lambda p: p.name)
+def test_every_object_validates(folder):
+    objects = render(folder)
+    assert len(objects) >= 4
+    for item in objects:
+        validate(item)
+    names = [(o["kind"], o["metadata"]["name"]) for o in objects]
+    assert len(set(names)) == len(names)
+
+
+def test_components_validate():
+    for folder in (FOLDER / "components").iterdir():
+        for item in render(folder):
+            validate(item)
+
+
+@pytest.mark.parametrize("change", [
+    lambda d: d["spec"]["template"]["spec"]["containers"][0].update(imagePullPolcy="Always"),
+    lambda d: d["spec"]["template"]["spec"]["containers"][0]["readinessProbe"].update(periodSeconds="2"),
+    lambda d: d["spec"].pop("selector"),
+])
+def test_the_validation_sees_mistakes(change):
+    deployment = deployment_of(FOLDER / "base")
+    change(deployment)
+    with pytest.raises(Exception):
+        validate(deployment)
+
+
+@pytest.mark.parametrize("kind,change", [
+    ("InferencePool", lambda s: s.update(targetPortNumber=8000)), ("InferencePool", lambda s: s["targetPorts"][0].update(number="8000")),
+    ("HTTPRoute", lambda s: s.pop("parentRefs")), ("ServiceMonitor", lambda s: s["endpoints"][0].update(intervall="5s")),
+    ("LeaderWorkerSet", lambda s: s["leaderWorkerTemplate"].update(restartPolicy="Always")),
+    ("LeaderWorkerSet", lambda s: s["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0].update(prots=[])),
+])
+def test_the_table_sees_mistakes(kind, change):
+    objects = [o for folder in [*EVERY, *(FOLDER / "components").iterdir()] for o in render(folder)]
+    item = next(o for o in objects if o["kind"] == kind)
+    validate(item)
+    change(item["spec"])
+    with pytest.raises(Exception):
+        validate(item)
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl here")
+@pytest.mark.parametrize("folder", EVERY, ids=lambda p: p.name)
+def test_our_rendering_is_that_of_kubectl(folder):
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    key = lambda o: (o["kind"], o["metadata"]["name"])  # noqa: E731
+    assert sorted(yaml.safe_load_all(done.stdout), key=key) == sorted(render(folder), key=key)
+
+
+def pod_specs():
+    """(overlay, pod template) of everything that runs the daemon."""
+    for folder in EVERY:
+        for item in render(folder):
+            if item["metadata"]["name"] == "sits2026" and item["kind"] == "Deployment":
+                yield folder.name, item["spec"]["template"]
+            elif item["kind"] == "LeaderWorkerSet":
+                yield folder.name, item["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+
+
+def test_all_pods_drain_probe_and_are_confined_alike():
+    base = deployment_of(FOLDER / "base")["spec"]["template"]["spec"]
+    seen = set()
+    for name, template in pod_specs():
+        seen.add(name)
+        spec = template["spec"]
+        container = spec["containers"][0]
+        for key in ("terminationGracePeriodSeconds", "securityContext", "automountServiceAccountToken", "volumes"):
+            assert spec[key] == base[key], (name, key)
+        for key in ("lifecycle", "startupProbe", "readinessProbe", "livenessProbe", "securityContext", "ports", "volumeMounts"):
+            assert container[key] == base["containers"][0][key], (name, key)
+        done = subprocess.run([BIN / "sits2026d", *container["args"], "--print-config"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        if name != "base":
+            assert container["resources"]["limits"]["memory"], name
+    assert seen == {"base", *OVERLAYS}
+    assert json.dumps(dict(pod_specs())["mig"]).count("nvidia.com/mig-2g.35gb") == 2
+
+
+def test_selectors_meet_and_metrics_exist(tiny):
+    exported = {line.split()[2] for line in tiny.get("/metrics")[2].decode().splitlines() if line.startswith("# TYPE")}
+    for folder in EVERY:
+        objects = render(folder)
+        labels = next(t for n, t in pod_specs() if n == folder.name)["metadata"]["labels"]
+        service = next(o for o in objects if o["kind"] == "Service" and o["metadata"]["name"] == "sits2026")
+        assert service["spec"]["selector"].items() <= labels.items()
+        for item in objects:
+            if item["kind"] in ("PodDisruptionBudget",):
+                assert item["spec"]["selector"]["matchLabels"].items() <= labels.items()
+            if item["kind"] == "NetworkPolicy":
+                assert item["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+            if item["kind"] == "ServiceMonitor":
+                assert item["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+                assert item["spec"]["endpoints"][0]["port"] in [p["name"] for p in service["spec"]["ports"]]
+                assert tiny.get(item["spec"]["endpoints"][0]["path"])[0] == 200
+            if item["kind"] == "HorizontalPodAutoscaler":
+                for metric in item["spec"]["metrics"]:
+                    assert metric["pods"]["metric"]["name"].replace("sits2026_", "sits2026:", 1) in exported
+                target = item["spec"]["scaleTargetRef"]
+                assert any(o["kind"] == target["kind"] and o["metadata"]["name"] == target["name"] for o in objects)
+    pool = next(o for o in render(FOLDER / "components/gateway") if o["kind"] == "InferencePool")
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    picker = next(o for o in render(FOLDER / "components/gateway") if o["kind"] == "Deployment")
+    flags = dict(a.lstrip("-").split("=", 1) for a in picker["spec"]["template"]["spec"]["containers"][0]["args"])
+    assert {flags["total-queued-requests-metric"], flags["kv-cache-usage-percentage-metric"]} <= exported
+
+
+@pytest.mark.parametrize("overlay", ["base", "overlays/gpu"])
+def test_a_roll_under_load_loses_no_request(overlay, tmp_path):
+    """base surges, gpu takes a pod away first; both keep what they promise."""
+    if not (BIN / "sits2026d").exists() or not TINY.exists():
+        pytest.skip("no daemon or no model")
+    deployment = deployment_of(FOLDER / overlay)
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    deployment["spec"]["template"]["spec"]["containers"][0]["args"] = [a for a in args if a != "--device=cuda"]
+    cluster = Cluster(deployment, BIN / "sits2026d", TINY, tmp_path, lag=2.0)
+    load = None
+    try:
+        cluster.scale_up(120 * SLOW)
+        load = Load(cluster, n_clients=6)
+        lowest = cluster.roll(240 * SLOW)
+    finally:
+        if load:
+            load.stop()
+        cluster.stop()
+    assert not load.lost, load.lost[:5]
+    rolling = deployment["spec"]["strategy"]["rollingUpdate"]
+    assert lowest >= deployment["spec"]["replicas"] - rolling["maxUnavailable"]
+    assert load.n_done > 50 and len(load.by_pod) == 2 * deployment["spec"]["replicas"], load.by_pod
+    grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    for pod in cluster.gone:
+        assert pod.exit_code == 0 and not pod.was_killed and pod.stop_seconds < grace
+        assert pod.term_seconds >= 5 and pod.ready_failures_after_term, "readiness is red at once"
+
+
+def test_without_the_sleep_requests_are_lost(tmp_path):
+    """What the preStop sleep is for: without it the router still sends to a pod that no longer listens."""
+    if not (BIN / "sits2026d").exists() or not TINY.exists():
+        pytest.skip("no daemon or no model")
+    deployment = deployment_of(FOLDER / "base")
+    deployment["spec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] = ["true"]
+    cluster = Cluster(deployment, BIN / "sits2026d", TINY, tmp_path, lag=2.0)
+    cluster.scale_up(120 * SLOW)
+    load = Load(cluster, n_clients=4, max_tokens=20)
+    cluster.roll(240 * SLOW)
+    load.stop()
+    cluster.stop()
+    assert load.lost
