@@ -101,6 +101,15 @@ const struct option_spec options_table[] = {
          "Size at which the audit log is closed, renamed with the number of its first line, and begun anew."),
     FLT("audit-rotate-s", audit_rotate_s, "86400", 1, 1e9, "s", "Audit", "Age at which the same is done."),
 
+    STR("otlp-endpoint", otlp_endpoint, "Traces",
+        "OpenTelemetry collector for a span per request and stage, by OTLP/HTTP: http://host:4318 (to which /v1/traces is added) or a "
+        "whole URL. Default: no traces."),
+    SECRET("otlp-headers", otlp_headers, "Traces", "Headers for the collector: name=value,name=value."),
+    FLT("otlp-sampling-ratio", otlp_sampling_ratio, "1", 0, 1, "fraction", "Traces",
+        "Share of requests that are traced when the client's traceparent does not decide."),
+    SIZE("otlp-queue-size", otlp_queue_size, "16M", 65536, 1e10, "Traces",
+         "Spans that may wait for the collector; beyond it they are dropped."),
+
     ENUM("log-level", log_level, "info", "debug|info|warn|error", "Logging", "Least severe lines that are written to stderr."),
 };
 const int options_table_size = sizeof options_table / sizeof options_table[0];
@@ -111,6 +120,8 @@ const struct options_word options_words[] = {
     {"version", NULL, "Print the version.", OPTIONS_VERSION},
     {"print-config", NULL, "Print the options in force as YAML, secrets masked.", OPTIONS_PRINT_CONFIG},
     {"print-sample-config", NULL, "Print a YAML file with every option commented.", OPTIONS_PRINT_SAMPLE},
+    {"print-man", NULL, "Print the manual page, for man -l.", OPTIONS_PRINT_MAN},
+    {"print-completion", NULL, "Print a file for bash's completion.", OPTIONS_PRINT_COMPLETION},
     {"verify-audit", "FILE...", "Check audit logs, oldest first (PATH.* PATH), and name the first bad line.", OPTIONS_VERIFY_AUDIT},
 };
 const int options_n_words = sizeof options_words / sizeof options_words[0];
@@ -189,7 +200,8 @@ enum sits_status options_load(struct options *options, struct option_set *set, i
   if (!status && early.config_path) status = option_load_yaml(set, early.config_path, err);
   if (!status) status = option_load_env(set, err);
   if (!status) status = option_parse_args(set, n_rest, rest, 0, NULL, err);
-  if (!status && early.action != OPTIONS_HELP && early.action != OPTIONS_VERSION) status = check_together(options, set, early.action, err);
+  bool is_checked = early.action == OPTIONS_RUN || early.action == OPTIONS_PRINT_CONFIG || early.action == OPTIONS_PRINT_SAMPLE;
+  if (!status && is_checked) status = check_together(options, set, early.action, err);
   if (status) option_set_fini(set);
   else *action = early.action;
   return status;

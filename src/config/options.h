@@ -48,6 +48,11 @@ struct options {
   bool audit_log_prompts;
   int64_t audit_rotate_size;
   double audit_rotate_s;
+  /* traces */
+  const char *otlp_endpoint;        /* NULL: no traces */
+  const char *otlp_headers;
+  double otlp_sampling_ratio;
+  int64_t otlp_queue_size;
   /* logging */
   const char *log_level;            /* debug|info|warn|error */
   /* words of the command line */
@@ -59,7 +64,8 @@ extern const struct option_spec options_table[];
 extern const int options_table_size;
 
 enum options_action {
-  OPTIONS_RUN, OPTIONS_HELP, OPTIONS_VERSION, OPTIONS_PRINT_CONFIG, OPTIONS_PRINT_SAMPLE, OPTIONS_VERIFY_AUDIT
+  OPTIONS_RUN, OPTIONS_HELP, OPTIONS_VERSION, OPTIONS_PRINT_CONFIG, OPTIONS_PRINT_SAMPLE, OPTIONS_PRINT_MAN, OPTIONS_PRINT_COMPLETION,
+  OPTIONS_VERIFY_AUDIT
 };
 
 /* Words that are no rows of the table. */
@@ -74,5 +80,8 @@ enum sits_status options_load(struct options *options, struct option_set *set, i
 
 /* The words above, then the table. */
 bool options_write_help(const struct option_set *set, struct buf *out);
+/* The manual page in roff, and bash's completion of the daemon's and the tools' options. */
+bool options_write_man(const struct option_set *set, struct buf *out);
+bool options_write_completion(const struct option_set *set, struct buf *out);
 
 #endif

@@ -13,6 +13,8 @@ static int print(enum options_action action, const struct option_set *set)
   bool ok = true;
   if (action == OPTIONS_VERSION) buf_append_text(&text, "sits2026d " SITS_VERSION "\n");
   else if (action == OPTIONS_HELP) ok = options_write_help(set, &text);
+  else if (action == OPTIONS_PRINT_MAN) ok = options_write_man(set, &text);
+  else if (action == OPTIONS_PRINT_COMPLETION) ok = options_write_completion(set, &text);
   else ok = option_write_yaml(set, action == OPTIONS_PRINT_SAMPLE, &text);
   if (ok && text.data) fputs(text.data, stdout);
   buf_fini(&text);

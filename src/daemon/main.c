@@ -14,6 +14,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "daemon/actions.h"
+#include "daemon/notify.h"
 #include "daemon/service.h"
 
 struct loader {
@@ -62,12 +63,14 @@ static int wait_signal(const sigset_t *set, int64_t timeout_us)
   return signal_number > 0 ? signal_number : 0;
 }
 
-static void drain(struct service *service, const sigset_t *set, double grace_s)
+static void drain(struct service *service, const sigset_t *set, double grace_s, struct notify *notify)
 {
   log_info("daemon", "draining: %lld requests in flight, at most %.1f s", (long long)api_n_active(service->api), grace_s);
+  notify_send(notify, "STOPPING=1\nSTATUS=draining");
   service_drain(service);
   int64_t end_us = clock_monotonic_us() + (int64_t)(grace_s * 1e6);
   while (clock_monotonic_us() < end_us && !service_wait_idle(service, 20000)) {
+    notify_feed(notify, health_is_live(&service->health));
     int signal_number = wait_signal(set, 0);
     if (signal_number == SIGTERM || signal_number == SIGINT) {
       log_info("daemon", "second signal: ending what is left");
@@ -88,6 +91,8 @@ static int serve(const struct options *options)
   signal(SIGPIPE, SIG_IGN);
   raise_descriptor_limit(options->max_connections + (options->grpc_port ? options->grpc_max_connections : 0) + 256);
   static struct service service;
+  struct notify notify;
+  notify_init(&notify); /* before any thread: it changes the environment */
   struct loader loader = {.service = &service, .main_thread = pthread_self()};
   pthread_t thread;
   enum sits_status status = service_open(&service, options, &loader.err);
@@ -100,7 +105,8 @@ static int serve(const struct options *options)
   }
   bool is_loaded = false;
   int signal_number;
-  while ((signal_number = wait_signal(&set, -1)) != SIGTERM && signal_number != SIGINT) {
+  while ((signal_number = wait_signal(&set, notify.interval_us ? notify.interval_us / 2 : -1)) != SIGTERM && signal_number != SIGINT) {
+    notify_feed(&notify, health_is_live(&service.health));
     if (signal_number != SIGUSR1 || is_loaded || !atomic_load(&loader.is_done)) continue;
     pthread_join(thread, NULL);
     if (loader.status) {
@@ -110,13 +116,15 @@ static int serve(const struct options *options)
       return 1;
     }
     is_loaded = true;
+    notify_send(&notify, "READY=1\nSTATUS=serving");
   }
   if (!is_loaded) { /* nothing is served yet and reading a model cannot be interrupted: there is nothing to drain */
     log_info("daemon", "stopped while loading");
     _exit(0);
   }
-  drain(&service, &set, options->shutdown_timeout_s);
+  drain(&service, &set, options->shutdown_timeout_s, &notify);
   service_close(&service);
+  notify_fini(&notify);
   log_info("daemon", "stopped");
   return 0;
 }

@@ -13,6 +13,7 @@
 #define WEDGED_AFTER_US (120 * 1000000LL) /* a step never takes so long; a loop that stands still for so long does not come back */
 #define AUDIT_QUEUE_BYTES (64 << 20)      /* lines that may wait for a slow disk */
 #define AUDIT_PROMPT_BYTES (512 << 10)    /* longest prompt that is kept, as JSON */
+#define TRACE_INTERVAL_US 1000000
 #define FLUSH_US 2000000                  /* time for last bytes to leave after the last request has ended */
 
 static enum sits_status open_grpc(struct service *service, const struct options *options, struct sits_error *err)
@@ -32,6 +33,8 @@ static void observe(void *context, const struct api_record *record)
 {
   struct service *service = context;
   if (service->audit) audit_record(service->audit, record);
+  if (service->trace) trace_record(service->trace, record);
+  metrics_request(service->metrics, record);
 }
 
 static enum sits_status open_observers(struct service *service, const struct options *options, struct sits_error *err)
@@ -39,6 +42,10 @@ static enum sits_status open_observers(struct service *service, const struct opt
   struct audit_options audit = {.path = options->audit_log, .rotate_bytes = options->audit_rotate_size,
                                 .rotate_us = (int64_t)(options->audit_rotate_s * 1e6), .queue_bytes = AUDIT_QUEUE_BYTES};
   enum sits_status status = options->audit_log ? audit_open(&audit, service->metrics, &service->audit, err) : SITS_OK;
+  struct trace_options trace = {.endpoint = options->otlp_endpoint, .headers = options->otlp_headers,
+                                .ratio = options->otlp_sampling_ratio, .queue_bytes = options->otlp_queue_size,
+                                .interval_us = TRACE_INTERVAL_US};
+  if (!status && trace.endpoint) status = trace_open(&trace, service->metrics, &service->trace, err);
   if (service->audit && options->audit_log_prompts) api_set_prompt_bytes(service->api, AUDIT_PROMPT_BYTES);
   api_set_observer(service->api, observe, service);
   return status;
@@ -50,6 +57,7 @@ enum sits_status service_open(struct service *service, const struct options *opt
   health_init(&service->health, WEDGED_AFTER_US);
   enum sits_status status = metrics_create(&service->metrics);
   if (status) return sits_fail(err, status, "no memory for the metrics");
+  metrics_watch_gpus(service->metrics);
   struct api_limits limits = api_limits_default;
   limits.max_body_bytes = options->max_body_bytes;
   status = api_create(&limits, &service->api, err);
@@ -243,6 +251,8 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
   served.max_model_len = info.max_model_len;
   served.loaded_bytes = info.weight_bytes;
   metrics_set_model(service->metrics, served.names[0]);
+  metrics_set_memory(service->metrics, &(struct metrics_memory){.codec = kv_codec_name(info.kv_codec), .page_bytes = info.page_bytes,
+                                                                .weight_bytes = info.weight_bytes, .kv_bytes = info.kv_bytes});
   status = api_model_set(service->api, &served, err);
   if (status) return status;
   publish(service, &info);
@@ -283,6 +293,7 @@ void service_close(struct service *service)
   instance_close(service->instance);
   api_destroy(service->api);
   audit_close(service->audit);
+  trace_close(service->trace);
   metrics_destroy(service->metrics);
   chat_template_destroy(service->chat_template);
   tokenizer_destroy(service->tokenizer);

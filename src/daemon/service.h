@@ -10,6 +10,7 @@
 #include "engine/instance.h"
 #include "front/audit/audit.h"
 #include "front/grpc/rpc_server.h"
+#include "front/trace/trace.h"
 #include "front/http/http_server.h"
 
 struct service {
@@ -18,6 +19,7 @@ struct service {
   struct metrics *metrics;
   struct api *api;
   struct audit *audit;                 /* NULL: none is kept */
+  struct trace *trace;                 /* NULL: no collector */
   struct http_server *http;
   struct rpc_server *rpc;              /* NULL: gRPC is off */
   struct http_engine http_engine;      /* what the HTTP server asks of the engine */

@@ -404,6 +404,13 @@ static int64_t emitted_us(const struct api_part *part, const struct sits_event *
   return part->told_us > event->emitted_us ? part->told_us : event->emitted_us;
 }
 
+static void count_output(struct api_call *call, struct api_choice *choice)
+{
+  choice->n_output++;
+  call->usage.n_output_tokens++;
+  if (choice->n_output > call->usage.n_longest_tokens) call->usage.n_longest_tokens = choice->n_output;
+}
+
 static enum sits_status take_token(struct api_part *part, const struct sits_event *event)
 {
   struct api_call *call = part->call;
@@ -411,8 +418,7 @@ static enum sits_status take_token(struct api_part *part, const struct sits_even
   struct api_choice *choice = &part->choices[c];
   struct api_delta delta = {.stop_token = -1, .emitted_us = emitted_us(part, event)};
   struct detok_piece piece = {0};
-  choice->n_output++;
-  call->usage.n_output_tokens++;
+  count_output(call, choice);
   enum sits_status status = add_pending(choice, event);
   if (!status) status = detok_push(choice->detok, event->token, &piece);
   if (status) return status;
@@ -448,8 +454,7 @@ static enum sits_status take_finish(struct api_part *part, const struct sits_eve
     delta.finish = API_FINISH_STOP;
     delta.stop_token = event->token;
     delta.stop_token_is_end = is_end_token(call, event->token);
-    choice->n_output++; /* the end token was generated too, though it is no text */
-    call->usage.n_output_tokens++;
+    count_output(call, choice); /* the end token was generated too, though it is no text */
     break;
   case SITS_FINISH_LENGTH: delta.finish = API_FINISH_LENGTH; break;
   case SITS_FINISH_DEADLINE: return SITS_DEADLINE;

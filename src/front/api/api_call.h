@@ -47,6 +47,7 @@ struct api_delta {
 struct api_usage {
   int64_t n_prompt_tokens, n_output_tokens, n_cached_tokens;
   int32_t n_stopped, n_cut;                   /* choices that ended with "stop", with "length" */
+  int32_t n_longest_tokens;                   /* of the choice with the most output tokens */
   struct sits_request_timing timing;          /* over all parts: earliest start, latest end, longest durations */
 };
 

@@ -40,6 +40,7 @@ static void *work_main(void *argument)
     server->jobs = rpc->next_job;
     if (!server->jobs) server->last_job = NULL;
     server->n_jobs--;
+    metrics_reading(server->metrics, -1);
     pthread_mutex_unlock(&server->work_mutex);
     pthread_mutex_lock(&rpc->mutex);
     bool is_closed = rpc->is_closed;
@@ -76,6 +77,7 @@ bool rpc_work_push(struct rpc *rpc)
     else server->jobs = rpc;
     server->last_job = rpc;
     server->n_jobs++;
+    metrics_reading(server->metrics, 1);
     pthread_cond_signal(&server->work_wake);
   }
   pthread_mutex_unlock(&server->work_mutex);

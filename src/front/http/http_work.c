@@ -18,6 +18,7 @@ static void *work_main(void *argument)
     server->jobs = job->next;
     if (!server->jobs) server->last_job = NULL;
     server->n_jobs--;
+    metrics_reading(server->metrics, -1);
     pthread_mutex_unlock(&server->work_mutex);
     http_routes[job->request->route].answer(job->request);
     http_request_unref(job->request);
@@ -54,6 +55,7 @@ bool http_work_push(struct http_server *server, struct http_request *request)
     else server->jobs = job;
     server->last_job = job;
     server->n_jobs++;
+    metrics_reading(server->metrics, 1);
     pthread_cond_signal(&server->work_wake);
   }
   pthread_mutex_unlock(&server->work_mutex);

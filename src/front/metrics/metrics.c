@@ -5,6 +5,10 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "front/metrics/metrics_gpu.h"
+#include "front/metrics/metrics_process.h"
+#include "front/metrics/metrics_request.h"
+#include "front/metrics/metrics_text.h"
 
 #define MAX_ROUTES 24
 #define N_STATUS_CLASSES 6
@@ -27,6 +31,9 @@ static const struct counter_row counter_rows[METRICS_COUNTER_COUNT] = {
   [METRICS_AUDIT_LINES] = {"audit_lines_total", "", "Lines written to the audit log."},
   [METRICS_AUDIT_LOST] = {"audit_lines_lost_total", "", "Lines that the audit log's queue had no room for."},
   [METRICS_AUDIT_ERRORS] = {"audit_write_errors_total", "", "Failed writes of the audit log; what they held is written later."},
+  [METRICS_TRACE_EXPORTED] = {"trace_spans_exported_total", "", "Spans that the collector took."},
+  [METRICS_TRACE_NO_ROOM] = {"trace_spans_dropped_total", ",reason=\"queue_full\"", "Spans that were lost, by reason."},
+  [METRICS_TRACE_REFUSED] = {"trace_spans_dropped_total", ",reason=\"export_failed\"", ""},
 };
 
 struct metrics {
@@ -40,6 +47,11 @@ struct metrics {
   _Atomic int64_t n_grpc;                              /* [atomic] calls being served */
   const char *const *methods;                          /* [init] [n_methods] */
   int n_methods;                                       /* [init] 0 without gRPC */
+  _Atomic int64_t n_reading;                           /* [atomic] requests that wait for a front end's worker */
+  struct metrics_requests *requests;                   /* [init] */
+  struct metrics_gpu *gpu;                             /* [init] NULL: none */
+  struct metrics_memory memory;                        /* [init] written before has_memory */
+  atomic_bool has_memory;                              /* [atomic] */
   char label[LABEL_BYTES];                             /* [init] model_name="..." with escapes */
 };
 
@@ -47,12 +59,38 @@ enum sits_status metrics_create(struct metrics **out)
 {
   struct metrics *metrics = mem_calloc(1, sizeof *metrics);
   if (!metrics) return SITS_NOMEM;
+  metrics->requests = metrics_requests_create();
+  if (!metrics->requests) {
+    mem_free(metrics);
+    return SITS_NOMEM;
+  }
   metrics_set_model(metrics, "");
   *out = metrics;
   return SITS_OK;
 }
 
-void metrics_destroy(struct metrics *metrics) { mem_free(metrics); }
+void metrics_destroy(struct metrics *metrics)
+{
+  if (!metrics) return;
+  metrics_gpu_stop(metrics->gpu);
+  metrics_requests_destroy(metrics->requests);
+  mem_free(metrics);
+}
+
+void metrics_watch_gpus(struct metrics *metrics) { metrics->gpu = metrics_gpu_start(); }
+
+void metrics_set_memory(struct metrics *metrics, const struct metrics_memory *memory)
+{
+  metrics->memory = *memory;
+  atomic_store(&metrics->has_memory, true);
+}
+
+void metrics_request(struct metrics *metrics, const struct api_record *record) { metrics_requests_take(metrics->requests, record); }
+
+void metrics_reading(struct metrics *metrics, int64_t change)
+{
+  atomic_fetch_add_explicit(&metrics->n_reading, change, memory_order_relaxed);
+}
 
 void metrics_set_model(struct metrics *metrics, const char *model_name)
 {
@@ -115,35 +153,40 @@ void metrics_http(struct metrics *metrics, int route, int http_status)
 
 /* ---- exposition ---- */
 
-static void header(struct buf *out, const char *name, const char *type, const char *help)
-{
-  buf_printf(out, "# HELP sits2026:%s %s\n# TYPE sits2026:%s %s\n", name, help, name, type);
-}
-
 static void gauge(const struct metrics *m, struct buf *out, const char *name, const char *help, double value)
 {
-  header(out, name, "gauge", help);
+  metrics_text_header(out, name, "gauge", help);
   buf_printf(out, "sits2026:%s{%s} %.9g\n", name, m->label, value);
 }
 
 static void counter(const struct metrics *m, struct buf *out, const char *name, const char *help, uint64_t value)
 {
-  header(out, name, "counter", help);
+  metrics_text_header(out, name, "counter", help);
   buf_printf(out, "sits2026:%s{%s} %llu\n", name, m->label, (unsigned long long)value);
 }
 
 static void histogram(const struct metrics *m, struct buf *out, const char *name, const char *help, const struct engine_histogram *h)
 {
-  header(out, name, "histogram", help);
-  uint64_t total = 0;
-  for (int32_t i = 0; i < h->n_bounds; i++) {
-    total += h->counts[i];
-    buf_printf(out, "sits2026:%s_bucket{%s,le=\"%g\"} %llu\n", name, m->label, h->bounds[i], (unsigned long long)total);
-  }
-  total += h->counts[h->n_bounds];
-  buf_printf(out, "sits2026:%s_bucket{%s,le=\"+Inf\"} %llu\n", name, m->label, (unsigned long long)total);
-  buf_printf(out, "sits2026:%s_sum{%s} %.9g\nsits2026:%s_count{%s} %llu\n", name, m->label, h->sum, name, m->label,
-             (unsigned long long)total);
+  metrics_text_header(out, name, "histogram", help);
+  metrics_text_buckets(out, name, m->label,
+                       &(struct metrics_buckets){.bounds = h->bounds, .n_bounds = h->n_bounds, .counts = h->counts, .sum = h->sum});
+}
+
+/* Pages by codec and state; and what the model takes of its device's memory. */
+static void render_memory(const struct metrics *m, const struct engine_stats *e, struct buf *out)
+{
+  if (!atomic_load(&m->has_memory)) return;
+  const struct metrics_memory *memory = &m->memory;
+  const struct { const char *state; int32_t n; } states[] = {
+    {"used", e->n_pages_used}, {"cached", e->n_pages_cached}, {"free", e->n_pages_free}};
+  metrics_text_header(out, "kv_pool_pages", "gauge", "KV pages by codec and state.");
+  for (int i = 0; i < 3; i++)
+    buf_printf(out, "sits2026:kv_pool_pages{%s,codec=\"%s\",state=\"%s\"} %d\n", m->label, memory->codec, states[i].state, states[i].n);
+  metrics_text_header(out, "kv_page_bytes", "gauge", "Bytes of a KV page by codec.");
+  buf_printf(out, "sits2026:kv_page_bytes{%s,codec=\"%s\"} %llu\n", m->label, memory->codec, (unsigned long long)memory->page_bytes);
+  metrics_text_header(out, "device_memory_bytes", "gauge", "Device memory that this process took, by what for.");
+  buf_printf(out, "sits2026:device_memory_bytes{%s,use=\"weights\"} %llu\n", m->label, (unsigned long long)memory->weight_bytes);
+  buf_printf(out, "sits2026:device_memory_bytes{%s,use=\"kv_pages\"} %llu\n", m->label, (unsigned long long)memory->kv_bytes);
 }
 
 static void render_gauges(const struct metrics *m, const struct engine_stats *e, struct buf *out)
@@ -151,9 +194,15 @@ static void render_gauges(const struct metrics *m, const struct engine_stats *e,
   static const char *const class_names[SITS_CLASS_COUNT] = {"high", "normal", "low"};
   gauge(m, out, "num_requests_running", "Sequences in prefill or decode.", e->n_running);
   gauge(m, out, "num_requests_waiting", "Requests that hold no pages: queued or preempted.", e->n_waiting);
-  header(out, "num_requests_waiting_by_class", "gauge", "Waiting requests by service class.");
+  metrics_text_header(out, "num_requests_waiting_by_class", "gauge", "Waiting requests by service class.");
   for (int i = 0; i < SITS_CLASS_COUNT; i++)
     buf_printf(out, "sits2026:num_requests_waiting_by_class{%s,class=\"%s\"} %d\n", m->label, class_names[i], e->n_waiting_by_class[i]);
+  metrics_text_header(out, "num_requests_waiting_by_reason", "gauge", "Waiting requests by reason: capacity, for pages or a place.");
+  buf_printf(out, "sits2026:num_requests_waiting_by_reason{%s,reason=\"capacity\"} %d\n", m->label, e->n_waiting);
+  metrics_text_header(out, "batch_queue_depth", "gauge", "Requests on their way to the batch: waiting for a worker, for the scheduler.");
+  buf_printf(out, "sits2026:batch_queue_depth{%s,stage=\"read\"} %lld\n", m->label,
+             (long long)atomic_load_explicit(&m->n_reading, memory_order_relaxed));
+  buf_printf(out, "sits2026:batch_queue_depth{%s,stage=\"schedule\"} %d\n", m->label, e->n_waiting);
   gauge(m, out, "waiting_prompt_tokens", "Prompt tokens of waiting requests.", (double)e->waiting_prompt_tokens);
   gauge(m, out, "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", e->kv_usage);
   gauge(m, out, "kv_pages_used", "KV pages that sequences hold.", e->n_pages_used);
@@ -169,6 +218,11 @@ static void render_counters(const struct metrics *m, const struct engine_stats *
 {
   counter(m, out, "prompt_tokens_total", "Prompt tokens processed.", e->prompt_tokens);
   counter(m, out, "prompt_tokens_cached_total", "Prompt tokens taken from the prefix cache.", e->prompt_tokens_cached);
+  metrics_text_header(out, "prompt_tokens_by_source_total", "counter", "Prompt tokens by where they came from.");
+  buf_printf(out, "sits2026:prompt_tokens_by_source_total{%s,source=\"local_compute\"} %llu\n", m->label,
+             (unsigned long long)(e->prompt_tokens > e->prompt_tokens_cached ? e->prompt_tokens - e->prompt_tokens_cached : 0));
+  buf_printf(out, "sits2026:prompt_tokens_by_source_total{%s,source=\"local_cache_hit\"} %llu\n", m->label,
+             (unsigned long long)e->prompt_tokens_cached);
   counter(m, out, "generation_tokens_total", "Tokens generated.", e->generation_tokens);
   counter(m, out, "prompt_tokens_computed_total", "Prompt tokens computed, again after a preemption too.", e->prompt_tokens_computed);
   counter(m, out, "num_preemptions_total", "Preemptions.", e->n_preemptions);
@@ -179,13 +233,15 @@ static void render_counters(const struct metrics *m, const struct engine_stats *
   counter(m, out, "spec_decode_num_draft_tokens_total", "Draft tokens verified.", e->spec_draft_tokens);
   counter(m, out, "spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", e->spec_accepted_tokens);
   counter(m, out, "engine_steps_total", "Engine steps.", e->n_steps);
-  header(out, "submissions_refused_total", "counter", "Submissions that the engine's queue refused, by the limit that they met.");
+  metrics_text_header(out, "submissions_refused_total", "counter",
+                      "Submissions that the engine's queue refused, by the limit that they met.");
   buf_printf(out, "sits2026:submissions_refused_total{%s,limit=\"requests\"} %llu\n", m->label, (unsigned long long)e->rejected_requests);
   buf_printf(out, "sits2026:submissions_refused_total{%s,limit=\"tokens\"} %llu\n", m->label, (unsigned long long)e->rejected_tokens);
   static const struct { const char *reason; enum sits_finish finish; } reasons[] = {
     {"stop", SITS_FINISH_STOP}, {"length", SITS_FINISH_LENGTH}, {"abort", SITS_FINISH_CANCELLED}, {"deadline", SITS_FINISH_DEADLINE},
     {"error", SITS_FINISH_ERROR}};
-  header(out, "request_success_total", "counter", "Sequences ended, by reason (a stop string ends one as abort: the front end cut it).");
+  metrics_text_header(out, "request_success_total", "counter",
+                      "Sequences ended, by reason (a stop string ends one as abort: the front end cut it).");
   for (size_t i = 0; i < sizeof reasons / sizeof *reasons; i++)
     buf_printf(out, "sits2026:request_success_total{%s,finished_reason=\"%s\"} %llu\n", m->label, reasons[i].reason,
                (unsigned long long)e->finished[reasons[i].finish]);
@@ -196,8 +252,9 @@ static void render_engine(const struct metrics *m, const struct metrics_now *now
   const struct engine_stats *e = now->engine;
   render_gauges(m, e, out);
   render_counters(m, e, out);
+  render_memory(m, e, out);
   gauge(m, out, "engine_heartbeat_age_seconds", "Time since the engine's loop last turned.", (double)now->heartbeat_age_us / 1e6);
-  header(out, "cache_config_info", "gauge", "KV page size in tokens and number of pages.");
+  metrics_text_header(out, "cache_config_info", "gauge", "KV page size in tokens and number of pages.");
   buf_printf(out, "sits2026:cache_config_info{%s,block_size=\"%lld\",num_gpu_blocks=\"%d\"} 1\n", m->label, (long long)now->page_tokens,
              e->n_pages_total);
   histogram(m, out, "time_to_first_token_seconds", "From submission to the first token.", &e->ttft_seconds);
@@ -217,7 +274,8 @@ static void render_engine(const struct metrics *m, const struct metrics_now *now
 
 static void render_delivery(const struct metrics *m, struct buf *out)
 {
-  header(out, "delivery_latency_seconds", "histogram", "From the engine handing over a token to its bytes reaching the socket's writer.");
+  metrics_text_header(out, "delivery_latency_seconds", "histogram",
+                      "From the engine handing over a token to its bytes reaching the socket's writer.");
   int64_t total = 0;
   for (size_t i = 0; i <= N_DELIVERY; i++) {
     total += atomic_load_explicit(&m->delivery[i], memory_order_relaxed);
@@ -235,7 +293,7 @@ static void render_grpc(const struct metrics *m, struct buf *out)
   if (!m->n_methods) return;
   gauge(m, out, "grpc_requests_in_flight", "gRPC calls being served, health watches among them.",
         (double)atomic_load_explicit(&m->n_grpc, memory_order_relaxed));
-  header(out, "grpc_requests_total", "counter", "gRPC calls ended, by method and status code.");
+  metrics_text_header(out, "grpc_requests_total", "counter", "gRPC calls ended, by method and status code.");
   for (int r = 0; r < m->n_methods; r++)
     for (int c = 0; c < N_GRPC_STATUSES; c++) {
       int64_t n = atomic_load_explicit(&m->grpc[r][c], memory_order_relaxed);
@@ -255,16 +313,19 @@ void metrics_render(struct metrics *m, const struct metrics_now *now, struct buf
   gauge(m, out, "http_requests_in_flight", "HTTP requests being served.", (double)now->n_in_flight);
   for (int i = 0; i < METRICS_COUNTER_COUNT; i++) {
     const struct counter_row *row = &counter_rows[i];
-    if (row->help[0]) header(out, row->name, "counter", row->help);
+    if (row->help[0]) metrics_text_header(out, row->name, "counter", row->help);
     buf_printf(out, "sits2026:%s{%s%s} %lld\n", row->name, m->label, row->label, (long long)metrics_counter_value(m, i));
   }
   render_delivery(m, out);
+  metrics_requests_render(m->requests, m->label, out);
+  metrics_gpu_render(m->gpu, m->label, out);
   render_grpc(m, out);
-  header(out, "http_requests_total", "counter", "HTTP requests answered, by route and class of status.");
+  metrics_text_header(out, "http_requests_total", "counter", "HTTP requests answered, by route and class of status.");
   for (int r = 0; r < m->n_routes; r++)
     for (int c = 1; c < N_STATUS_CLASSES; c++) {
       int64_t n = atomic_load_explicit(&m->http[r][c], memory_order_relaxed);
       if (n)
         buf_printf(out, "sits2026:http_requests_total{%s,handler=\"%s\",status=\"%dxx\"} %lld\n", m->label, m->routes[r], c, (long long)n);
     }
+  metrics_process_render(out);
 }

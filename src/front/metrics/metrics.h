@@ -13,6 +13,7 @@
 
 #include "base/buf.h"
 #include "engine/engine_core.h"
+#include "front/api/api_record.h"
 
 struct metrics;
 
@@ -24,6 +25,9 @@ enum metrics_counter {
   METRICS_AUDIT_LINES,           /* audit lines written */
   METRICS_AUDIT_LOST,            /* audit lines that the writer's queue had no room for */
   METRICS_AUDIT_ERRORS,          /* failed writes of the audit log; the lines are kept and written again */
+  METRICS_TRACE_EXPORTED,        /* spans that the collector took */
+  METRICS_TRACE_NO_ROOM,         /* spans that the exporter's queue had no room for */
+  METRICS_TRACE_REFUSED,         /* spans that the collector did not take */
   METRICS_COUNTER_COUNT
 };
 
@@ -44,6 +48,17 @@ void metrics_http(struct metrics *metrics, int route, int http_status);
 void metrics_set_methods(struct metrics *metrics, const char *const *names, int n_methods);
 void metrics_grpc_begin(struct metrics *metrics);
 void metrics_grpc_end(struct metrics *metrics, int method, int grpc_status);
+
+/* A request that is over: counters by tenant and class, stages. */
+void metrics_request(struct metrics *metrics, const struct api_record *record);
+/* Requests handed to the front ends' workers (parsing, tokenizing) and not taken yet: +1, -1. */
+void metrics_reading(struct metrics *metrics, int64_t change);
+
+/* What the model takes of its device; set once it is loaded. codec is the KV pages' and a constant. */
+struct metrics_memory { const char *codec; uint64_t page_bytes, weight_bytes, kv_bytes; };
+void metrics_set_memory(struct metrics *metrics, const struct metrics_memory *memory);
+/* Look for GPUs, where the machine has NVML (metrics_gpu.h). */
+void metrics_watch_gpus(struct metrics *metrics);
 
 struct metrics_now {
   const struct engine_stats *engine; /* NULL while there is none */
