@@ -2,12 +2,13 @@
  *
  * usage: bench_cpu_matmul [--threads N] [--isa auto|scalar|avx2|avx512] [--types q4_0,q4_1,...] [--tokens 1,8,512] [--shape ROWSxK,...]
  *                         [--mb MB]   (total weight bytes walked through, so that caches do not hold them; default 192)
+ *                         [--percentile P]   (of the times; default 10)
  *
  * For each type, shape and token count it walks over enough copies of the weight, rows split over the threads with a spin barrier after
  * each multiply, and prints the time of one multiply, activation included, weight bytes per second against the measured read bandwidth, and
- * operations per second (2 per weight and token) against the measured int8 dot-product peak of those threads. Every time is the tenth
+ * operations per second (2 per weight and token) against the measured int8 dot-product peak of those threads. Every time is the chosen
  * percentile of many short ones (multiplies, reads of 4 MB a thread, a millisecond of dot products), so that other load on the machine,
- * which takes a core away now and then, spoils few of them.
+ * which takes a core away now and then, spoils few of them; to set beside medians of another program, ask for the 50th.
  */
 #include <inttypes.h>
 #include <pthread.h>
@@ -126,7 +127,7 @@ enum work { WORK_READ, WORK_PEAK, WORK_MATMUL };
 static enum work work;
 static enum cpu_isa isa;
 static double times[MAX_TIMES];
-static int n_times;
+static int n_times, percentile = 10;
 
 /* Thread 0 notes how long a piece took; start is its beginning. */
 static void note(int thread, double start)
@@ -192,7 +193,7 @@ static int by_value(const void *a, const void *b)
   return x < y ? -1 : x > y;
 }
 
-/* Tenth percentile of the seconds of a piece over n passes of all threads. */
+/* The chosen percentile of the seconds of a piece over n passes of all threads. */
 static double timed(enum work what, int n)
 {
   work = what;
@@ -203,7 +204,7 @@ static double timed(enum work what, int n)
     barrier();
   }
   qsort(times, (size_t)n_times, sizeof times[0], by_value);
-  return times[n_times / 10];
+  return times[n_times * percentile / 100];
 }
 
 static void fill_weight(enum sits_dtype t, uint8_t *bytes, int64_t n_blocks)
@@ -323,11 +324,16 @@ int main(int argc, char **argv)
   struct sits_error err;
   for (int i = 1; i + 1 < argc; i += 2) {
     if (strcmp(argv[i], "--threads") == 0) threads = (int)strtol(argv[i + 1], NULL, 10);
+    else if (strcmp(argv[i], "--percentile") == 0) percentile = (int)strtol(argv[i + 1], NULL, 10);
     else if (strcmp(argv[i], "--isa") == 0) level = argv[i + 1];
     else if (strcmp(argv[i], "--types") == 0) types = argv[i + 1];
     else if (strcmp(argv[i], "--tokens") == 0) n_counts = parse_ints(argv[i + 1], tokens);
     else if (strcmp(argv[i], "--shape") == 0) shapes = argv[i + 1];
     else if (strcmp(argv[i], "--mb") == 0) mb = (size_t)strtol(argv[i + 1], NULL, 10);
+  }
+  if (percentile < 0 || percentile > 99) {
+    fprintf(stderr, "--percentile: 0 to 99\n");
+    return 1;
   }
   if (cpu_isa_choose(level, &isa, &err) != SITS_OK) {
     fprintf(stderr, "%s\n", err.text);
