@@ -96,10 +96,21 @@ struct backend_observer {
   void *user;
 };
 
+/* What the stitcher weighs fusions by (graph/graph.h), in round numbers of the device, for a step of `tokens` tokens. */
+struct backend_costs {
+  float op_ns;                     /* each op: its launch, or the barriers of its phases */
+  float byte_ns;                   /* reading or writing a byte of activations */
+  float norm_ns;                   /* normalising a value */
+  float norm_repeats;              /* how often a norm is computed that is fused into the LINEAR that reads it */
+  int32_t tokens;
+  uint32_t f32_fusions;            /* program_fusion bits that keep what lies between their parts in f32: only these may hold a norm */
+};
+
 struct backend_vtable {
   int32_t abi;                     /* BACKEND_ABI */
   const char *name;                /* "cpu" */
   uint32_t fusions;                /* program_fusion bits (backend/program.h) that compile takes */
+  struct backend_costs costs;      /* tokens 0: none given, all fusions are taken */
   bool can_sample;                 /* takes backend_batch.sample */
   int32_t in_flight;               /* most batches submitted and not waited for; 0 means 1. Of two, at most one may bring logits */
   enum sits_status (*open)(const struct backend_options *options, struct backend **out, struct sits_error *err);

@@ -101,6 +101,11 @@ struct program_op {
   const struct sits_utd *q_gain, *k_gain; /* [D] LINEAR with QKV, ROPE with ROPE; NULL where the model has none */
 };
 
+enum { PROGRAM_FUSIONS = 8 };        /* bits of enum program_fusion */
+
+/* What the stitcher did with one kind of fusion. */
+struct program_choice { int32_t n_possible, n_taken; double saved_ns; /* by those taken, estimated; 0 where nothing was weighed */ };
+
 struct program {
   struct program_dims dims;
   struct program_rope rope;
@@ -108,6 +113,8 @@ struct program {
   struct program_buffer *buffers;    /* [n_buffers] owned */
   struct program_op *ops;            /* [n_ops] owned */
   int32_t logits;                    /* buffer [R][V] that holds the result */
+  struct program_choice choices[PROGRAM_FUSIONS]; /* by bit number; for plans */
+  int32_t weighed_tokens;            /* of the step that saved_ns is of; 0: nothing was weighed */
 };
 
 void program_destroy(struct program *program);

@@ -29,8 +29,8 @@ static enum sits_status open_backend(struct runner *runner, const struct runner_
 
 static enum sits_status compile(struct runner *runner, const struct runner_options *options, struct sits_error *err)
 {
-  uint32_t fusions = options->unfused ? 0 : runner->vtable->fusions;
-  enum sits_status status = program_from_model_with(runner->model, fusions, &runner->program, err);
+  enum sits_status status = options->unfused ? program_from_model_with(runner->model, 0, &runner->program, err)
+                                             : program_from_model(runner->model, runner->vtable, &runner->program, err);
   if (status) return status;
   const struct model_config *config = &runner->model->config;
   runner->geometry = (struct kv_geometry){
@@ -60,6 +60,13 @@ enum sits_status runner_kv_create(struct runner *runner, int32_t n_pages, struct
 {
   runner->geometry.n_pages = n_pages;
   return runner->vtable->kv_create(runner->backend, &runner->geometry, &runner->kv, err);
+}
+
+enum sits_status runner_recompile(struct runner *runner, struct sits_error *err)
+{
+  runner->vtable->program_destroy(runner->compiled);
+  runner->compiled = NULL;
+  return runner->vtable->compile(runner->backend, runner->program, &runner->compiled, err);
 }
 
 void runner_close(struct runner *runner)

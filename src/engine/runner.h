@@ -38,6 +38,8 @@ struct runner {
 /* Errors name the file, tensor or option. On failure nothing is left open. */
 enum sits_status runner_open(struct runner *runner, const struct runner_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status runner_kv_create(struct runner *runner, int32_t n_pages, struct sits_error *err) SITS_MUST_CHECK;
+/* Compile the program again, after a change of what it points at (activation formats). On failure there is no compiled program. */
+enum sits_status runner_recompile(struct runner *runner, struct sits_error *err) SITS_MUST_CHECK;
 void runner_close(struct runner *runner); /* half-open is fine */
 
 #endif

@@ -7,15 +7,19 @@
  * Rules: 1. Weights and inv_freq are borrowed and must outlive the graph and the program. 2. Not thread-safe. 3. graph_stitch does not
  * change the graph: it may be called again with other fusions.
  *
- * How graph_stitch works: (a) copy the nodes; (b) move select_rows up through row-wise ops while that saves work; (c) apply each fusion
- * the backend offers, pattern by pattern, widest first; (d) drop dead nodes; (e) assign values to buffers by liveness, in place
- * where the op table of backend/program.h allows. Each pattern is one function in graph_stitch.c.
+ * How graph_stitch works: (a) copy the nodes; (b) move select_rows up through row-wise ops while that saves work; (c) weigh what competes:
+ * around each norm an ADD before it and the LINEAR behind it can be joined in several ways, of which the cheapest by the backend's costs is
+ * taken (graph_weigh.c); (d) apply each fusion the backend offers where it saves time, pattern by pattern, widest first; (e) drop dead
+ * nodes; (f) assign values to buffers by liveness, in place where the op table of backend/program.h allows. Each pattern is one function
+ * in graph_stitch.c. Precision: norms are computed in f32, so a fusion that would hold one in less is not taken; softmax is inside
+ * ATTENTION; LINEARs rescale before they write, so that no norm ever reads integers; LINEARs are grouped only under one rounding of x.
  */
 #ifndef SITS_GRAPH_GRAPH_H
 #define SITS_GRAPH_GRAPH_H
 
 #include <stdint.h>
 
+#include "backend/backend.h"
 #include "backend/program.h"
 #include "sits2026/status.h"
 #include "sits2026/utd.h"
@@ -47,7 +51,8 @@ graph_value graph_add(struct graph *graph, graph_value a, graph_value b);
 graph_value graph_select_rows(struct graph *graph, graph_value x);                                    /* [R][width] */
 void graph_output(struct graph *graph, graph_value logits);                                           /* the graph's result */
 
-/* fusions: program_fusion bits that may be used. */
-enum sits_status graph_stitch(const struct graph *graph, uint32_t fusions, struct program **out, struct sits_error *err) SITS_MUST_CHECK;
+/* fusions: program_fusion bits that may be used. costs: what they are weighed by; NULL: all are taken wherever they fit. */
+enum sits_status graph_stitch(const struct graph *graph, uint32_t fusions, const struct backend_costs *costs, struct program **out,
+                              struct sits_error *err) SITS_MUST_CHECK;
 
 #endif

@@ -18,6 +18,7 @@ struct graph_node {
   struct program_part parts[PROGRAM_MAX_PARTS];
   const struct act_format *act;
   const struct sits_utd *gain, *q_gain, *k_gain;
+  uint32_t barred;                   /* program_fusion bits that the weighing decided against */
   bool is_dead;                      /* absorbed by another node */
 };
 
@@ -32,6 +33,8 @@ struct graph {
   int32_t layer;                     /* current */
   const struct act_format *act;      /* current */
   graph_value output;
+  const struct backend_costs *costs; /* while stitching; NULL: everything offered is taken */
+  struct program_choice choices[PROGRAM_FUSIONS];
   enum sits_status status;           /* first failure */
   struct sits_error error;
 };
@@ -39,5 +42,20 @@ struct graph {
 /* Append. A negative result means failure, which the graph remembers. */
 graph_value graph_new_value(struct graph *graph, const char *name, int32_t width, bool is_rows);
 struct graph_node *graph_new_node(struct graph *graph, enum program_op_kind kind); /* operands none; NULL on failure */
+
+int32_t graph_producer(const struct graph *graph, graph_value value);  /* live node; -1: none */
+int32_t graph_n_uses(const struct graph *graph, graph_value value);    /* by live nodes, and as the output */
+
+/* ---- graph_weigh.c ---- */
+
+/* Bar, node by node, the fusions that compete with cheaper ones. Before the passes. */
+void graph_weigh(struct graph *graph, uint32_t fusions);
+/* Time that one op less and `times` passes less over a value save; what computing a norm over it again and again costs. 0 without costs. */
+double graph_saved(const struct graph *graph, graph_value value, int times);
+double graph_repeated(const struct graph *graph, graph_value value);
+/* May that fusion hold a norm? */
+bool graph_is_f32(const struct graph *graph, uint32_t fusion);
+/* Is this possible fusion taken? Counts it. node: which would be absorbed; its bars hold. */
+bool graph_take(struct graph *graph, uint32_t fusion, const struct graph_node *node, double saved_ns);
 
 #endif

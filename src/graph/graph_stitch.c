@@ -1,8 +1,9 @@
 /* graph_stitch: from an op graph to a program, fused as far as the backend offers. Entry point: graph_stitch.
  *
- * Order of the passes (each a function below): move_select, group_linears, fuse_rope, fuse_qkv, fuse_swiglu, fuse_add, fuse_norm,
- * fuse_add_norm, emit. A fused node takes the place of the last node that it absorbs, so all its inputs exist there. To add a
- * fusion: a bit in enum program_fusion, a row in backend/program.h's table, a check in program_check, and one pass here. */
+ * Order of the passes (each a function below; graph_weigh has its own file): move_select, graph_weigh, group_linears, fuse_rope, fuse_qkv,
+ * fuse_swiglu, fuse_add, fuse_norm, fuse_add_norm, emit. A fused node takes the place of the last node that it absorbs, so all its inputs
+ * exist there. To add a fusion: a bit in enum program_fusion, a row in backend/program.h's table, a check in program_check, and one pass
+ * here. */
 #include <stddef.h>
 #include <string.h>
 
@@ -23,7 +24,7 @@ static enum sits_status copy_graph(const struct graph *from, struct graph *to)
   return SITS_OK;
 }
 
-static int32_t producer(const struct graph *g, graph_value value)
+int32_t graph_producer(const struct graph *g, graph_value value)
 {
   for (int32_t i = 0; i < g->n_nodes && value >= 0; i++)
     for (int k = 0; k < 3 && !g->nodes[i].is_dead; k++)
@@ -31,7 +32,7 @@ static int32_t producer(const struct graph *g, graph_value value)
   return -1;
 }
 
-static int32_t n_uses(const struct graph *g, graph_value value)
+int32_t graph_n_uses(const struct graph *g, graph_value value)
 {
   int32_t n = value == g->output;
   for (int32_t i = 0; i < g->n_nodes; i++)
@@ -42,8 +43,8 @@ static int32_t n_uses(const struct graph *g, graph_value value)
 /* The node of this kind, still plain, that makes `value` for one reader only; -1 otherwise. */
 static int32_t sole_producer(const struct graph *g, graph_value value, enum program_op_kind kind)
 {
-  const int32_t i = producer(g, value);
-  return i >= 0 && g->nodes[i].kind == kind && n_uses(g, value) == 1 ? i : -1;
+  const int32_t i = graph_producer(g, value);
+  return i >= 0 && g->nodes[i].kind == kind && graph_n_uses(g, value) == 1 ? i : -1;
 }
 
 /* ---- select_rows ---- */
@@ -58,7 +59,7 @@ static void mark_region(const struct graph *g, int32_t select, bool *in_region)
 {
   for (int32_t i = select - 1; i >= 0; i--) {
     const struct graph_node *node = &g->nodes[i];
-    bool all_inside = is_row_wise(node->kind) && n_uses(g, node->out[0]) > 0 && node->out[0] != g->output;
+    bool all_inside = is_row_wise(node->kind) && graph_n_uses(g, node->out[0]) > 0 && node->out[0] != g->output;
     for (int32_t j = i + 1; j < g->n_nodes && all_inside; j++)
       for (int k = 0; k < 3; k++)
         if (g->nodes[j].in[k] == node->out[0] && j != select && !in_region[j]) all_inside = false;
@@ -85,7 +86,7 @@ static enum sits_status move_select(struct graph *g)
   if (in_region == NULL || selected == NULL) goto done;
   for (int32_t v = 0; v < n_old_values; v++) selected[v] = -1;
   mark_region(g, select, in_region);
-  const bool has_region = producer(g, old[select].in[0]) >= 0 && in_region[producer(g, old[select].in[0])];
+  const bool has_region = graph_producer(g, old[select].in[0]) >= 0 && in_region[graph_producer(g, old[select].in[0])];
   if (!has_region) {
     status = SITS_OK;
     goto done;
@@ -150,7 +151,7 @@ static void group_linears(struct graph *g)
     for (int32_t j = i + 1; j < g->n_nodes && first->n_parts < PROGRAM_MAX_PARTS; j++) {
       struct graph_node *other = &g->nodes[j];
       if (!is_plain(other, PROGRAM_LINEAR) || other->in[0] != first->in[0] || other->layer != first->layer ||
-          other->act != first->act) continue;
+          other->act != first->act || !graph_take(g, PROGRAM_FUSE_GROUP, first, graph_saved(g, first->in[0], 1))) continue;
       first->parts[first->n_parts] = other->parts[0];
       first->out[first->n_parts++] = other->out[0];
       other->is_dead = true;
@@ -186,7 +187,9 @@ static void fuse_rope(struct graph *g)
     const graph_value q = attention->in[0], k = g->nodes[append].in[0], v = g->nodes[append].in[1];
     const struct sits_utd *q_gain, *k_gain;
     if (rope_chain(g, q, false, &q_gain) < 0 || rope_chain(g, k, false, &k_gain) < 0) continue;
-    const int32_t q_rope = producer(g, q), place = q_rope > append ? q_rope : append;
+    if (((q_gain || k_gain) && !graph_is_f32(g, PROGRAM_FUSE_ROPE)) ||
+        !graph_take(g, PROGRAM_FUSE_ROPE, attention, 2 * graph_saved(g, q, 2) + graph_saved(g, k, 2))) continue;
+    const int32_t q_rope = graph_producer(g, q), place = q_rope > append ? q_rope : append;
     struct graph_node fused = {.kind = PROGRAM_ROPE, .fused = PROGRAM_FUSE_ROPE, .layer = attention->layer,
                                .out = {q, attention->in[1], -1}};
     fused.in[0] = rope_chain(g, q, true, &fused.q_gain);
@@ -206,8 +209,9 @@ static void fuse_qkv(struct graph *g)
     if (from < 0 || g->nodes[from].n_parts != 3) continue;
     struct graph_node *linear = &g->nodes[from];
     bool fits = true;
-    for (int k = 0; k < 3; k++) fits = fits && linear->out[k] == rope->in[k] && n_uses(g, rope->in[k]) == 1;
-    if (!fits) continue;
+    for (int k = 0; k < 3; k++) fits = fits && linear->out[k] == rope->in[k] && graph_n_uses(g, rope->in[k]) == 1;
+    if (!fits || ((rope->q_gain || rope->k_gain) && !graph_is_f32(g, PROGRAM_FUSE_QKV)) ||
+        !graph_take(g, PROGRAM_FUSE_QKV, rope, graph_saved(g, rope->in[0], 2))) continue;
     struct graph_node fused = *linear;
     fused.fused |= PROGRAM_FUSE_QKV | PROGRAM_FUSE_ROPE;
     fused.q_gain = rope->q_gain;
@@ -226,7 +230,8 @@ static void fuse_swiglu(struct graph *g)
     const int32_t from = sole_producer(g, swiglu->in[0], PROGRAM_LINEAR);
     if (from < 0 || g->nodes[from].n_parts != 2) continue;
     struct graph_node *linear = &g->nodes[from];
-    if (linear->out[0] != swiglu->in[0] || linear->out[1] != swiglu->in[1] || n_uses(g, swiglu->in[1]) != 1) continue;
+    if (linear->out[0] != swiglu->in[0] || linear->out[1] != swiglu->in[1] || graph_n_uses(g, swiglu->in[1]) != 1 ||
+        !graph_take(g, PROGRAM_FUSE_SWIGLU, swiglu, graph_saved(g, swiglu->in[0], 4))) continue;
     struct graph_node fused = *linear;
     fused.fused |= PROGRAM_FUSE_SWIGLU;
     fused.out[0] = swiglu->out[0];
@@ -243,7 +248,8 @@ static void fuse_add(struct graph *g)
     if (!is_plain(add, PROGRAM_ADD)) continue;
     for (int side = 1; side >= 0; side--) {
       const int32_t from = sole_producer(g, add->in[side], PROGRAM_LINEAR);
-      if (from < 0 || g->nodes[from].n_parts != 1 || g->nodes[from].fused != 0) continue;
+      if (from < 0 || g->nodes[from].n_parts != 1 || g->nodes[from].fused != 0 ||
+          !graph_take(g, PROGRAM_FUSE_ADD, add, graph_saved(g, add->out[0], 2))) continue;
       struct graph_node fused = g->nodes[from];
       fused.fused |= PROGRAM_FUSE_ADD;
       fused.in[1] = add->in[1 - side];
@@ -261,7 +267,8 @@ static void fuse_norm(struct graph *g)
     struct graph_node *linear = &g->nodes[i];
     if (linear->is_dead || linear->kind != PROGRAM_LINEAR || (linear->fused & PROGRAM_FUSE_NORM)) continue;
     const int32_t from = sole_producer(g, linear->in[0], PROGRAM_RMSNORM);
-    if (from < 0) continue;
+    if (from < 0 || !graph_is_f32(g, PROGRAM_FUSE_NORM) ||
+        !graph_take(g, PROGRAM_FUSE_NORM, &g->nodes[from], graph_saved(g, linear->in[0], 2) - graph_repeated(g, linear->in[0]))) continue;
     linear->fused |= PROGRAM_FUSE_NORM;
     linear->gain = g->nodes[from].gain;
     linear->in[0] = g->nodes[from].in[0];
@@ -274,8 +281,9 @@ static void fuse_add_norm(struct graph *g)
   for (int32_t i = 0; i < g->n_nodes; i++) {
     struct graph_node *norm = &g->nodes[i];
     if (!is_plain(norm, PROGRAM_RMSNORM)) continue;
-    const int32_t from = producer(g, norm->in[0]);
-    if (from < 0 || !is_plain(&g->nodes[from], PROGRAM_ADD)) continue;
+    const int32_t from = graph_producer(g, norm->in[0]);
+    if (from < 0 || !is_plain(&g->nodes[from], PROGRAM_ADD) || !graph_is_f32(g, PROGRAM_FUSE_ADD_NORM) ||
+        !graph_take(g, PROGRAM_FUSE_ADD_NORM, norm, graph_saved(g, norm->in[0], 1))) continue;
     struct graph_node *add = &g->nodes[from];
     add->fused |= PROGRAM_FUSE_ADD_NORM;
     add->gain = norm->gain;
@@ -387,7 +395,8 @@ done:
   return status;
 }
 
-enum sits_status graph_stitch(const struct graph *graph, uint32_t fusions, struct program **out, struct sits_error *err)
+enum sits_status graph_stitch(const struct graph *graph, uint32_t fusions, const struct backend_costs *costs, struct program **out,
+                              struct sits_error *err)
 {
   if (graph->status != SITS_OK) return sits_fail(err, graph->status, "%s", graph->error.text);
   if (graph->output < 0) return sits_fail(err, SITS_INVALID_ARGUMENT, "graph: no output");
@@ -396,6 +405,8 @@ enum sits_status graph_stitch(const struct graph *graph, uint32_t fusions, struc
   enum sits_status status = copy_graph(graph, &g);
   if (status == SITS_OK && (fusions & PROGRAM_MOVE_SELECT)) status = move_select(&g);
   if (status == SITS_OK) {
+    g.costs = costs;
+    if (costs != NULL) graph_weigh(&g, fusions);
     if (fusions & PROGRAM_FUSE_GROUP) group_linears(&g);
     if (fusions & PROGRAM_FUSE_ROPE) fuse_rope(&g);
     if (fusions & PROGRAM_FUSE_QKV) fuse_qkv(&g);
@@ -404,6 +415,8 @@ enum sits_status graph_stitch(const struct graph *graph, uint32_t fusions, struc
     if (fusions & PROGRAM_FUSE_NORM) fuse_norm(&g);
     if (fusions & PROGRAM_FUSE_ADD_NORM) fuse_add_norm(&g);
     status = emit(&g, &program);
+    if (status == SITS_OK) memcpy(program->choices, g.choices, sizeof program->choices);
+    if (status == SITS_OK) program->weighed_tokens = costs != NULL ? costs->tokens : 0;
   }
   mem_free(g.nodes);
   mem_free(g.values);

@@ -37,7 +37,8 @@ void arch_build(const struct model *model, struct graph *g)
   graph_output(g, graph_linear(g, h, model->output, NULL, "logits"));            /* [R][V] */
 }
 
-enum sits_status program_from_model_with(const struct model *model, uint32_t fusions, struct program **out, struct sits_error *err)
+static enum sits_status stitch_model(const struct model *model, uint32_t fusions, const struct backend_costs *costs, struct program **out,
+                                     struct sits_error *err)
 {
   const struct model_config *c = &model->config;
   const struct program_dims dims = {
@@ -50,7 +51,7 @@ enum sits_status program_from_model_with(const struct model *model, uint32_t fus
   enum sits_status status = graph_create(&dims, &rope, &graph, err);
   if (status != SITS_OK) return status;
   arch_build(model, graph);
-  status = graph_stitch(graph, fusions, out, err);
+  status = graph_stitch(graph, fusions, costs, out, err);
   graph_destroy(graph);
   return status;
 }
@@ -58,5 +59,10 @@ enum sits_status program_from_model_with(const struct model *model, uint32_t fus
 enum sits_status program_from_model(const struct model *model, const struct backend_vtable *backend, struct program **out,
                                     struct sits_error *err)
 {
-  return program_from_model_with(model, backend->fusions, out, err);
+  return stitch_model(model, backend->fusions, backend->costs.tokens > 0 ? &backend->costs : NULL, out, err);
+}
+
+enum sits_status program_from_model_with(const struct model *model, uint32_t fusions, struct program **out, struct sits_error *err)
+{
+  return stitch_model(model, fusions, NULL, out, err);
 }

@@ -14,11 +14,12 @@
 /* Append the model's forward pass to an empty graph. Failures are remembered by the graph and reported by graph_stitch. */
 void arch_build(const struct model *model, struct graph *graph);
 
-/* Graph of the model, stitched for what `fusions` (program_fusion bits, 0 = plain ops) allows. The program borrows the model. */
+/* Graph of the model with every fusion of `fusions` (program_fusion bits, 0 = plain ops) wherever it fits. The program borrows the
+ * model. */
 enum sits_status program_from_model_with(const struct model *model, uint32_t fusions, struct program **out, struct sits_error *err)
     SITS_MUST_CHECK;
 
-/* The same for a backend. */
+/* The same for a backend: what it offers, where it saves time by its costs. */
 enum sits_status program_from_model(const struct model *model, const struct backend_vtable *backend, struct program **out,
                                     struct sits_error *err) SITS_MUST_CHECK;
 

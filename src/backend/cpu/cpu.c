@@ -130,6 +130,8 @@ const struct backend_vtable backend_cpu = {
     .name = "cpu",
     .fusions = PROGRAM_FUSE_GROUP | PROGRAM_FUSE_NORM | PROGRAM_FUSE_ADD_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV |
                PROGRAM_FUSE_SWIGLU | PROGRAM_FUSE_ADD | PROGRAM_MOVE_SELECT,
+    /* a phase's barriers; streams from L2; workers that normalise for themselves do so at the same time; everything between ops is f32 */
+    .costs = {.op_ns = 1500, .byte_ns = 0.03F, .norm_ns = 0.15F, .norm_repeats = 1, .tokens = 1, .f32_fusions = ~0U},
     .open = cpu_open,
     .close = cpu_close,
     .info = cpu_info,

@@ -3,6 +3,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 #include <cmocka.h>
@@ -45,15 +46,17 @@ static struct graph *llama(bool has_head_norm)
   return g;
 }
 
-static struct program *stitched(bool has_head_norm, uint32_t fusions)
+static struct program *weighed(bool has_head_norm, uint32_t fusions, const struct backend_costs *costs)
 {
   struct graph *g = llama(has_head_norm);
   struct program *p = NULL;
   struct sits_error err = {0};
-  if (graph_stitch(g, fusions, &p, &err) != SITS_OK) fail_msg("%s", err.text);
+  if (graph_stitch(g, fusions, costs, &p, &err) != SITS_OK) fail_msg("%s", err.text);
   graph_destroy(g);
   return p;
 }
+
+static struct program *stitched(bool has_head_norm, uint32_t fusions) { return weighed(has_head_norm, fusions, NULL); }
 
 static int32_t count(const struct program *p, enum program_op_kind kind)
 {
@@ -154,15 +157,89 @@ static void test_every_mask_is_valid(void **state)
   for (uint32_t fusions = 0; fusions < 256; fusions++) program_destroy(stitched(fusions % 2, fusions)); /* stitch runs program_check */
 }
 
+static int32_t n_fused(const struct program *p, uint32_t bit)
+{
+  int32_t n = 0;
+  for (int32_t i = 0; i < p->n_ops; i++) n += (p->ops[i].fused & bit) != 0;
+  return n;
+}
+
+/* Where ops cost and norms do not, everything is fused as without costs. */
+static void test_costs_that_favour_fusion(void **state)
+{
+  (void)state;
+  const struct backend_costs costs = {.op_ns = 1000, .byte_ns = 0.1F, .norm_ns = 0.1F, .norm_repeats = 2, .tokens = 8, .f32_fusions = ~0u};
+  struct program *a = stitched(true, ~0u), *b = weighed(true, ~0u, &costs);
+  assert_int_equal(a->n_ops, b->n_ops);
+  for (int32_t i = 0; i < a->n_ops; i++) assert_int_equal(a->ops[i].fused, b->ops[i].fused);
+  assert_int_equal(b->choices[1].n_taken, 2 * L + 1); /* PROGRAM_FUSE_NORM */
+  assert_true(b->choices[1].saved_ns > 0);
+  program_destroy(a);
+  program_destroy(b);
+}
+
+/* Norms that every worker would compute again: they stay alone, or join the ADD where that is cheaper than joining it to its LINEAR. */
+static void test_costs_decide_around_norms(void **state)
+{
+  (void)state;
+  struct backend_costs costs = {.op_ns = 10, .byte_ns = 0.1F, .norm_ns = 1, .norm_repeats = 100, .tokens = 64, .f32_fusions = ~0u};
+  struct program *p = weighed(false, ~0u, &costs); /* passes cost more than ops: ADD goes into its LINEAR (2B), the norm stays (op + 3B) */
+  assert_int_equal(n_fused(p, PROGRAM_FUSE_NORM), 0);
+  assert_int_equal(n_fused(p, PROGRAM_FUSE_ADD_NORM), 0);
+  assert_int_equal(n_fused(p, PROGRAM_FUSE_ADD), 2 * L);
+  assert_int_equal(count(p, PROGRAM_RMSNORM), 2 * L + 1);
+  program_destroy(p);
+  p = weighed(false, ~0u & ~(uint32_t)PROGRAM_FUSE_ADD, &costs); /* without that one ADD_NORM saves an op and a pass */
+  assert_int_equal(n_fused(p, PROGRAM_FUSE_ADD_NORM), 2 * L);
+  assert_int_equal(count(p, PROGRAM_RMSNORM), 1); /* the first has no ADD before it */
+  program_destroy(p);
+  costs.norm_repeats = 1;
+  p = weighed(false, ~0u, &costs);
+  assert_int_equal(n_fused(p, PROGRAM_FUSE_NORM), 2 * L + 1);
+  program_destroy(p);
+}
+
+/* A fusion that keeps less than f32 inside holds no norm; head norms count. */
+static void test_norms_are_in_f32(void **state)
+{
+  (void)state;
+  const struct backend_costs costs = {.op_ns = 1000, .byte_ns = 0.1F, .norm_ns = 0.1F, .norm_repeats = 1, .tokens = 8,
+                                      .f32_fusions = PROGRAM_FUSE_ADD_NORM};
+  struct program *p = weighed(true, ~0u, &costs);
+  assert_int_equal(n_fused(p, PROGRAM_FUSE_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV), 0);
+  assert_true(n_fused(p, PROGRAM_FUSE_GROUP) > 0);
+  program_destroy(p);
+  p = weighed(false, ~0u, &costs);
+  assert_int_equal(n_fused(p, PROGRAM_FUSE_QKV), L); /* nothing but rotation in it */
+  assert_int_equal(n_fused(p, PROGRAM_FUSE_NORM), 0);
+  program_destroy(p);
+}
+
+/* Every mask under costs that pull both ways: program_check accepts what comes out. */
+static void test_every_mask_is_valid_when_weighed(void **state)
+{
+  (void)state;
+  for (uint32_t fusions = 0; fusions < 256; fusions++)
+    for (int k = 0; k < 3; k++) {
+      const struct backend_costs costs = {.op_ns = k == 1 ? 0 : 500, .byte_ns = k == 2 ? 0 : 0.2F, .norm_ns = 1,
+                                          .norm_repeats = k == 0 ? 1 : 9, .tokens = 16, .f32_fusions = k == 2 ? 0x55 : ~0u};
+      program_destroy(weighed(fusions % 2, fusions, &costs));
+    }
+}
+
 static void test_plan_text(void **state)
 {
   (void)state;
-  struct program *p = stitched(false, ~0u);
+  const struct backend_costs costs = {.op_ns = 1000, .byte_ns = 0.1F, .norm_repeats = 1, .tokens = 8, .f32_fusions = ~0u};
+  struct program *p = weighed(false, ~0u, &costs);
   struct buf text;
   buf_init(&text, 1 << 20);
   assert_true(program_write_plan(p, &text));
   assert_non_null(strstr(text.data, "+norm"));
   assert_non_null(strstr(text.data, "+swiglu"));
+  char line[64];
+  snprintf(line, sizeof line, "fusion norm     %d of %d taken, saves about", 2 * L + 1, 2 * L + 1);
+  assert_non_null(strstr(text.data, line));
   assert_non_null(strstr(text.data, "attention"));
   buf_fini(&text);
   buf_init(&text, 64);
@@ -178,11 +255,11 @@ static void test_refusals(void **state)
   struct program *p = NULL;
   struct sits_error err = {0};
   assert_int_equal(graph_create(&dims, &rope, &g, NULL), SITS_OK);
-  assert_int_equal(graph_stitch(g, 0, &p, &err), SITS_INVALID_ARGUMENT); /* no output */
+  assert_int_equal(graph_stitch(g, 0, NULL, &p, &err), SITS_INVALID_ARGUMENT); /* no output */
   graph_value x = graph_embed(g, &table);
   assert_true(graph_linear(g, x, &w_down, NULL, "bad") < 0);              /* [E][F] does not take E */
   assert_true(graph_rmsnorm(g, x, &norm) < 0);                            /* failed for good */
-  assert_int_equal(graph_stitch(g, 0, &p, &err), SITS_INVALID_ARGUMENT);
+  assert_int_equal(graph_stitch(g, 0, NULL, &p, &err), SITS_INVALID_ARGUMENT);
   assert_non_null(strstr(err.text, w_down.name));
   graph_destroy(g);
   assert_null(p);
@@ -212,7 +289,7 @@ static void test_out_of_memory(void **state)
     if (status == SITS_OK) {
       graph_value x = graph_embed(g, &table);
       graph_output(g, graph_linear(g, graph_select_rows(g, graph_rmsnorm(g, x, &norm)), &table, NULL, "logits"));
-      status = graph_stitch(g, ~0u, &p, NULL);
+      status = graph_stitch(g, ~0u, NULL, &p, NULL);
     }
     const int fired = mem_fault_fired();
     mem_fault_arm(0);
@@ -229,7 +306,9 @@ int main(void)
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_plain), cmocka_unit_test(test_fused), cmocka_unit_test(test_select_moves_up),
       cmocka_unit_test(test_add_norm_when_norm_is_not_offered), cmocka_unit_test(test_buffers_do_not_grow_with_depth),
-      cmocka_unit_test(test_every_mask_is_valid), cmocka_unit_test(test_plan_text), cmocka_unit_test(test_refusals),
+      cmocka_unit_test(test_every_mask_is_valid), cmocka_unit_test(test_costs_that_favour_fusion),
+      cmocka_unit_test(test_costs_decide_around_norms), cmocka_unit_test(test_norms_are_in_f32),
+      cmocka_unit_test(test_every_mask_is_valid_when_weighed), cmocka_unit_test(test_plan_text), cmocka_unit_test(test_refusals),
       cmocka_unit_test(test_out_of_memory)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
