@@ -156,6 +156,13 @@ static enum sits_status bind_layer(struct binder *b, int32_t number)
   return SITS_OK;
 }
 
+/* An engine file that holds a head needs it, whatever its origin's configuration says: rotation unties the two. */
+static bool ties_head(const struct binder *b)
+{
+  const struct source *source = b->model->source;
+  return b->expect.ties_head && !(source_engine(source) && source_tensor(source, "lm_head.weight"));
+}
+
 static enum sits_status bind_outer(struct binder *b)
 {
   struct model *m = b->model;
@@ -170,7 +177,7 @@ static enum sits_status bind_outer(struct binder *b)
   }
   enum sits_status status = bind(b, embd, REQUIRED, c->n_vocab, c->n_embd, &m->tok_embd);
   if (!status) status = bind(b, is_gguf ? "output_norm.weight" : "model.norm.weight", REQUIRED, c->n_embd, 0, &m->output_norm);
-  if (!status && !b->expect.ties_head)
+  if (!status && !ties_head(b))
     status = bind(b, is_gguf ? "output.weight" : "lm_head.weight", b->expect.head, c->n_vocab, c->n_embd, &m->output);
   if (status) return status;
   c->tied_head = !m->output;
@@ -184,7 +191,7 @@ static bool is_ignored(const struct binder *b, const char *name)
   static const char buffer[] = ".self_attn.rotary_emb.inv_freq";
   size_t size = strlen(name), suffix = sizeof buffer - 1;
   if (source_kind(b->model->source) != SOURCE_HF) return false;
-  if (b->expect.ties_head && strcmp(name, "lm_head.weight") == 0) return true;
+  if (ties_head(b) && strcmp(name, "lm_head.weight") == 0) return true;
   return size > suffix && strcmp(name + size - suffix, buffer) == 0;
 }
 

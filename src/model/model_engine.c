@@ -1,7 +1,8 @@
 /* What an engine file says beyond its weights: the activation format of every site and the KV codec it was made for. Entry point:
  * model_read_engine.
  *
- * meta: {"sites": [{"layer": 0, "site": "qkv", "act": "int4", "outliers": [3, 17]}, ..., {"layer": -1, "site": "head", "act": "int8"}],
+ * meta: {"sites": [{"layer": 0, "site": "qkv", "act": "int4", "outliers": [3, 17]},
+ *        {"layer": 0, "site": "down", "act": "int4", "rotation": 128}, ..., {"layer": -1, "site": "head", "act": "int8"}],
  *        "kv_cache": "int4"}; sites that are not listed keep ACT_BACKEND. */
 #include <string.h>
 
@@ -78,7 +79,11 @@ static enum sits_status read_site(struct model *m, const json_t *row, int32_t *a
     last = json_integer_value(channel);
     at[i] = (int32_t)last;
   }
-  *format = (struct act_format){.kind = kind, .n_outliers = (int32_t)json_array_size(list), .outliers = at};
+  const json_t *rotation = json_object_get(row, "rotation");
+  const json_int_t block = rotation ? json_integer_value(rotation) : 0;
+  if (rotation && (block < 2 || (block & (block - 1)) != 0 || width % block != 0))
+    return bad_site(m, number, name, "its rotation is no power of two that divides its input", err);
+  *format = (struct act_format){.kind = kind, .n_outliers = (int32_t)json_array_size(list), .outliers = at, .rotation = (int32_t)block};
   return SITS_OK;
 }
 

@@ -35,6 +35,7 @@ static const struct option_spec specs[] = {
     INT("outliers", outliers, "128", 4096, "channels",
         "Channels of an int4 site that stay in 8 bits: those of the highest mean square on the calibration text, at most a quarter."),
     INT("int8-first-layers", int8_first_layers, "0", 1024, "layers", "Layers from the first on whose int4 sites become int8."),
+    STR("int8-sites", int8_sites, "More int4 sites that become int8, as LAYER.SITE,...: 0.qkv,0.o,3.gate_up,3.down."),
     INT("int8-last-layers", int8_last_layers, "0", 1024, "layers", "Layers up to the last whose int4 sites become int8."),
 };
 enum { N_SPECS = sizeof specs / sizeof specs[0] };

@@ -25,6 +25,7 @@ struct quant_recipe {
   const char *head_activations;      /* float|int8 */
   int64_t outliers;                  /* channels of an int4 site kept in 8 bits */
   int64_t int8_first_layers, int8_last_layers; /* layers whose int4 sites become int8 */
+  const char *int8_sites;            /* "LAYER.SITE,..." sites that do; NULL: none */
   char name[64];                     /* of the built-in recipe, or the file's without folder and ending */
   struct option_set set;             /* owns the strings */
 };

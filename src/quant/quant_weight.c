@@ -89,21 +89,26 @@ void quant_tensor_fini(struct quant_tensor *tensor)
   *tensor = (struct quant_tensor){0};
 }
 
-/* Room for a tensor of that type; scales for groups of `group`. */
-static bool allocate(struct quant_tensor *out, const struct sits_utd *source, enum sits_dtype dtype, int32_t group, bool has_minimum)
+void quant_describe(const struct sits_utd *source, enum sits_dtype dtype, int32_t group, struct sits_utd *u)
 {
-  struct sits_utd *u = &out->utd;
   *u = (struct sits_utd){.dtype = dtype, .n_dims = 2, .dims = {source->dims[0], source->dims[1]}, .scale_dtype = SITS_DTYPE_F16,
                          .layout = SITS_LAYOUT_ROW_MAJOR};
   memcpy(u->name, source->name, sizeof u->name);
   u->n_bytes = (size_t)sits_utd_row_major_bytes(u);
+  if (dtype != SITS_DTYPE_I4 && dtype != SITS_DTYPE_I8) return;
+  u->quant = group == 0 ? SITS_QUANT_CHANNEL : SITS_QUANT_GROUP;
+  u->group_size = group == 0 ? (int32_t)u->dims[1] : group;
+  u->group_axis = 1;
+}
+
+/* Room for a tensor of that type; scales for groups of `group`. */
+static bool allocate(struct quant_tensor *out, const struct sits_utd *source, enum sits_dtype dtype, int32_t group, bool has_minimum)
+{
+  struct sits_utd *u = &out->utd;
+  quant_describe(source, dtype, group, u);
   u->data = out->data = mem_calloc(1, u->n_bytes);
   if (dtype != SITS_DTYPE_I4 && dtype != SITS_DTYPE_I8) return out->data != NULL;
-  const bool is_channel = group == 0;
-  const size_t n_groups = (size_t)(u->dims[0] * (is_channel ? 1 : u->dims[1] / group));
-  u->quant = is_channel ? SITS_QUANT_CHANNEL : SITS_QUANT_GROUP;
-  u->group_size = is_channel ? (int32_t)u->dims[1] : group;
-  u->group_axis = 1;
+  const size_t n_groups = (size_t)(u->dims[0] * (u->dims[1] / u->group_size));
   u->scales = out->scales = mem_calloc(n_groups, sizeof(uint16_t));
   u->minimums = out->minimums = has_minimum ? mem_calloc(n_groups, sizeof(uint16_t)) : NULL;
   return out->data && out->scales && (!has_minimum || out->minimums);
@@ -165,7 +170,6 @@ static enum sits_status keep_grid(const struct sits_utd *source, enum sits_dtype
 static void keep_bytes(const struct sits_utd *source, struct quant_tensor *out)
 {
   out->utd = *source;
-  out->utd.place = SITS_PLACE_HOST;
 }
 
 static enum sits_status bad_value(const struct sits_utd *source, const char *what, struct sits_error *err)

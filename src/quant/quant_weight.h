@@ -37,6 +37,8 @@ enum sits_status quant_convert(const struct sits_utd *source, const struct quant
                                struct quant_tensor *out, struct sits_error *err) SITS_MUST_CHECK;
 /* True when quant_convert would not round this matrix to a new grid of integers. */
 bool quant_keeps(const struct sits_utd *source, const struct quant_spec *spec);
+/* The descriptor of a row-major matrix of that type, without data; group: of its scales, 0: one a row. */
+void quant_describe(const struct sits_utd *source, enum sits_dtype dtype, int32_t group, struct sits_utd *out);
 void quant_tensor_fini(struct quant_tensor *tensor);
 
 /* One group: step and minimum (0 when symmetric) as they will be stored, for n values; bits 4 or 8. weight: importance of each value,

@@ -153,7 +153,7 @@ static enum sits_status read_tensor(const struct engine_file *file, const json_t
   const char *name = json_string_value(json_object_get(row, "name"));
   if (!name || !*name || strlen(name) >= sizeof utd->name) return bad(file, "tensors", "a tensor without a usable name", err);
   snprintf(utd->name, sizeof utd->name, "%s", name);
-  utd->place = SITS_PLACE_MAPPED_FILE;
+  utd->place = file->map.data ? SITS_PLACE_MAPPED_FILE : SITS_PLACE_HOST;
   if (!read_dtype(row, "dtype", &utd->dtype)) return bad(file, name, "unknown element type", err);
   if (!read_dims(row, utd)) return bad(file, name, "bad shape", err);
   utd->tile_name = json_string_value(json_object_get(row, "tile_name"));

@@ -6,11 +6,12 @@
 
 #include "base/buf.h"
 #include "base/hash.h"
+#include "base/mapfile.h"
 #include "base/mem.h"
 #include "tensor/engine_file.h"
 #include "tensor/engine_format.h"
 
-struct section { const void *bytes; size_t n_bytes; uint64_t offset; };
+struct section { const void *bytes; size_t n_bytes; uint64_t offset; bool is_mapped; }; /* is_mapped: of a file; dropped once written */
 
 struct engine_writer {
   json_t *tensors, *blobs;       /* arrays of header rows; "data" etc. are filled in at finish */
@@ -42,7 +43,7 @@ void engine_writer_destroy(struct engine_writer *writer)
 }
 
 /* Remember a section; its number goes into the header row and is swapped for [offset, bytes] at finish. */
-static bool add_section(struct engine_writer *writer, json_t *row, const char *key, const void *bytes, size_t n_bytes)
+static bool add_section(struct engine_writer *writer, json_t *row, const char *key, const void *bytes, size_t n_bytes, bool is_mapped)
 {
   if (writer->n_sections == writer->capacity) {
     int64_t capacity = writer->capacity ? writer->capacity * 2 : 256;
@@ -51,7 +52,7 @@ static bool add_section(struct engine_writer *writer, json_t *row, const char *k
     writer->sections = grown;
     writer->capacity = capacity;
   }
-  writer->sections[writer->n_sections] = (struct section){.bytes = bytes, .n_bytes = n_bytes};
+  writer->sections[writer->n_sections] = (struct section){.bytes = bytes, .n_bytes = n_bytes, .is_mapped = is_mapped};
   return json_object_set_new(row, key, json_integer(writer->n_sections++)) == 0;
 }
 
@@ -70,6 +71,7 @@ static json_t *tensor_row(struct engine_writer *writer, const struct sits_utd *u
   json_t *row = json_object(), *dims = json_array();
   size_t side_bytes = (size_t)n_groups * (size_t)sits_dtype_info(utd->scale_dtype)->block_bytes;
   bool ok = row && dims;
+  const bool is_mapped = utd->place == SITS_PLACE_MAPPED_FILE;
   for (int i = 0; ok && i < utd->n_dims; i++) ok = json_array_append_new(dims, json_integer(utd->dims[i])) == 0;
   ok = ok && set_text(row, "name", utd->name) && set_text(row, "dtype", sits_dtype_info(utd->dtype)->name) &&
        json_object_set(row, "dims", dims) == 0;
@@ -77,16 +79,17 @@ static json_t *tensor_row(struct engine_writer *writer, const struct sits_utd *u
     ok = set_text(row, "quant", engine_quant_names[utd->quant]) && set_int(row, "group_size", utd->group_size) &&
          set_int(row, "group_axis", utd->group_axis) && set_text(row, "scale_dtype", sits_dtype_info(utd->scale_dtype)->name);
   if (ok && utd->layout == SITS_LAYOUT_PACKED_TILE) ok = set_text(row, "tile_name", utd->tile_name);
-  ok = ok && add_section(writer, row, "data", utd->data, utd->n_bytes);
+  ok = ok && add_section(writer, row, "data", utd->data, utd->n_bytes, is_mapped);
   uint64_t checksum = hash_bulk(0, utd->data, utd->n_bytes);
   if (ok && utd->quant != SITS_QUANT_NONE) {
-    ok = add_section(writer, row, "scales", utd->scales, side_bytes);
+    ok = add_section(writer, row, "scales", utd->scales, side_bytes, is_mapped);
     checksum = hash_bulk(checksum, utd->scales, side_bytes);
     if (ok && utd->minimums) {
-      ok = add_section(writer, row, "minimums", utd->minimums, side_bytes);
+      ok = add_section(writer, row, "minimums", utd->minimums, side_bytes, is_mapped);
       checksum = hash_bulk(checksum, utd->minimums, side_bytes);
     }
   }
+  if (is_mapped) mapfile_drop(&(struct mapfile){utd->data, utd->n_bytes}, 0, utd->n_bytes);
   ok = ok && set_checksum(row, checksum);
   json_decref(dims);
   if (ok) return row;
@@ -105,7 +108,7 @@ enum sits_status engine_writer_add_tensor(struct engine_writer *writer, const st
 enum sits_status engine_writer_add_blob(struct engine_writer *writer, const char *name, const void *bytes, size_t n_bytes)
 {
   json_t *row = json_object();
-  bool ok = row && set_text(row, "name", name) && add_section(writer, row, "data", bytes, n_bytes) &&
+  bool ok = row && set_text(row, "name", name) && add_section(writer, row, "data", bytes, n_bytes, false) &&
             set_checksum(row, hash_bulk(0, bytes, n_bytes));
   if (!ok) {
     json_decref(row);
@@ -185,6 +188,7 @@ static bool write_all(const struct engine_writer *writer, FILE *file, const char
     const struct section *section = &writer->sections[i];
     if (!pad_to(file, &at, section->offset)) return false;
     if (section->n_bytes && fwrite(section->bytes, 1, section->n_bytes, file) != section->n_bytes) return false;
+    if (section->is_mapped) mapfile_drop(&(struct mapfile){section->bytes, section->n_bytes}, 0, section->n_bytes);
     at += section->n_bytes;
   }
   return pad_to(file, &at, file_bytes) && fflush(file) == 0 && fsync(fileno(file)) == 0;

@@ -25,7 +25,7 @@ static void quantize(const struct linear *l, const float *x, int32_t t0, int32_t
   }
 }
 
-/* Normalise where fused, then quantise tokens t0..t1 into act. normed: room for those rows at their places. */
+/* Normalise and rotate where asked, then quantise tokens t0..t1 into act. normed: room for those rows at their places. */
 static void prepare(const struct linear *l, int32_t t0, int32_t t1, float *normed, void *const act[CPU_ACT_FORMATS])
 {
   const int64_t width = l->step->in_width;
@@ -33,6 +33,12 @@ static void prepare(const struct linear *l, int32_t t0, int32_t t1, float *norme
   if (l->step->op->fused & PROGRAM_FUSE_NORM) {
     for (int32_t t = t0; t < t1; t++)
       l->ops->rmsnorm(x + t * width, l->step->gain, (int32_t)width, l->p->program->dims.rms_eps, normed + t * width);
+    x = normed;
+  }
+  const int32_t block = l->step->op->act != NULL ? l->step->op->act->rotation : 0;
+  if (block > 0) {
+    if (x != normed) memcpy(normed + t0 * width, x + t0 * width, (size_t)((t1 - t0) * width) * sizeof *x);
+    for (int64_t i = t0 * width; i < t1 * width; i += block) l->ops->hadamard(normed + i, block);
     x = normed;
   }
   if (l->p->observer.fn != NULL && l->n > CPU_PRIVATE_TOKENS)

@@ -226,6 +226,11 @@ static enum sits_status check_dims(const struct program *program, struct sits_er
   if (d->n_embd % 8 || d->head_dim % 4 || (d->n_heads * d->head_dim) % 8 || d->head_dim > 256 || d->n_heads % d->n_kv_heads)
     return sits_fail(err, SITS_UNSUPPORTED, "cuda: width %d, heads %d of %d, head size %d are not supported", d->n_embd, d->n_heads,
                      d->n_kv_heads, d->head_dim);
+  for (int32_t i = 0; i < program->n_ops; i++) { /* a file's precision is kept or refused, never quietly another */
+    const struct act_format *act = program->ops[i].act;
+    if (act != NULL && act->rotation > 0)
+      return sits_fail(err, SITS_UNSUPPORTED, "cuda: the model's file asks for rotated inputs, which this backend does not have");
+  }
   return program_check(program, err);
 }
 

@@ -9,7 +9,10 @@
 #include <jansson.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 
+#include "base/buf.h"
+#include "base/mapfile.h"
 #include "model/model.h"
 #include "quant/quant_gptq.h"
 #include "quant/quant_recipe.h"
@@ -17,7 +20,7 @@
 #include "tensor/engine_file.h"
 
 struct compile_options {
-  const char *model, *output, *recipe, *target, *kv_cache_compress, *calibration, *report, *inspect;
+  const char *model, *output, *recipe, *target, *kv_cache_compress, *calibration, *report, *inspect, *work;
   int64_t calibration_windows, calibration_ctx, threads, hessian_memory;
   bool recipes, recipe_help, quiet;
 };
@@ -30,14 +33,40 @@ struct compile_matrix {
   const struct sits_utd *source;
   int32_t site;                      /* -1: no matrix product reads it (an embedding that is no head) */
   bool is_outer;                     /* embedding or head */
-  struct quant_tensor made;
+  struct quant_tensor made;          /* data is in the spool while is_spooled, and mapped only to write the file */
+  double output_error;               /* relative: of the product on sampled inputs, both sides rounded; negative: not measured */
+  bool is_done, is_spooled, has_minimum;
+  uint64_t at[3];                    /* data, scales and minimums in the spool */
 };
+
+/* Finished matrices on disk (compile_journal.c). */
+struct compile_journal {
+  char spool_path[4096], journal_path[4096]; /* journal "": none */
+  FILE *spool, *lines;
+  uint64_t n_bytes;                  /* of the spool */
+  int64_t n_resumed;                 /* matrices of an earlier run */
+  json_t *done;                      /* {tensor: row} of that run */
+  struct mapfile map;
+};
+/* folder: where a cut run can be taken up; NULL: a temporary file. key: hex. */
+enum sits_status compile_journal_open(struct compile_journal *journal, const char *folder, const char *key, struct sits_error *err)
+    SITS_MUST_CHECK;
+enum sits_status compile_journal_put(struct compile_journal *journal, struct compile_matrix *matrix, struct sits_error *err)
+    SITS_MUST_CHECK;
+bool compile_journal_take(const struct compile_journal *journal, struct compile_matrix *matrix); /* false: not there */
+enum sits_status compile_journal_map(struct compile_journal *journal, struct compile_matrix *matrices, int64_t n, struct sits_error *err)
+    SITS_MUST_CHECK;
+void compile_journal_close(struct compile_journal *journal, bool is_finished);
+
+#define COMPILE_SAMPLE 64            /* inputs of a site that are kept, to measure output errors on */
 
 /* Input statistics of sites. */
 struct compile_stats {
   int32_t n_sites;
   double **energy;                   /* [n_sites] [width]: sum of squares of each channel; NULL where nothing was seen */
   int64_t *n_tokens;                 /* [n_sites] */
+  float **sample;                    /* [n_sites] [COMPILE_SAMPLE][width] inputs spread over the text; NULL as energy */
+  int32_t *n_sampled, *stride;       /* [n_sites] kept; tokens between two */
   float **hessian;                   /* [n_sites] [width][width] upper triangle of the sum of x x^T; only those asked for */
 };
 
@@ -56,9 +85,20 @@ void compile_scales_fini(struct compile_scales *scales);
  * memory. */
 float *compile_row_scale(const struct model *model, const struct compile_scales *scales, const struct sits_utd *w, bool *failed);
 
+/* Files that travel along (compile_blobs.c); the writer borrows them until it has finished. */
+struct compile_blobs { struct buf *list; int n; };
+enum sits_status compile_blobs_add(struct compile_blobs *blobs, const struct source *source, struct engine_writer *writer,
+                                   struct sits_error *err) SITS_MUST_CHECK;
+void compile_blobs_fini(struct compile_blobs *blobs);
+
 /* How the recipe rounds a matrix, scales aside, and how a site's input. */
 struct quant_spec compile_spec(const struct quant_recipe *recipe, const struct sits_utd *source, bool is_outer);
 enum act_kind compile_site_kind(const struct quant_recipe *recipe, const struct model *model, int32_t site);
+
+/* Relative error of the matrix's product on the sampled inputs, with the made weights and rounded inputs, over at most 128 rows; scale: the
+ * factors of the site's columns, or NULL. Negative where there is no sample. */
+double compile_output_error(const struct compile_matrix *matrix, const struct act_format *act, const struct compile_stats *stats,
+                            const float *scale, const float *row_scale);
 
 /* What one site reads: its activation format after recipe and statistics. outliers are allocated into out (mem_free). */
 enum sits_status compile_site_act(const struct quant_recipe *recipe, const struct model *model, int32_t site,
@@ -70,6 +110,7 @@ struct compile_result {
   char recipe[64];
   uint64_t weight_bytes;             /* integers, scales and minimums of all matrices */
   double share_4x4;                  /* of the layers' multiply-adds */
+  int64_t n_resumed;                 /* matrices taken over from a cut run */
   int32_t n_scaled;                  /* sites whose channels were scaled */
   double seconds;
 };

@@ -79,14 +79,31 @@ static void add_outer(float *h, const float *x, int32_t n_tokens, int32_t width)
   add_outer_plain(h, x, n_tokens, width);
 }
 
+/* Every stride-th token, and every second of those kept whenever they fill the room: an even spread over a text of any length. */
+static void add_sample(struct compile_stats *s, int32_t site, const float *rows, int32_t n, int32_t width)
+{
+  if (!s->sample[site]) return;
+  for (int32_t t = 0; t < n; t++) {
+    if ((s->n_tokens[site] + t) % s->stride[site] != 0) continue;
+    if (s->n_sampled[site] == COMPILE_SAMPLE) {
+      for (int32_t i = 1; i < COMPILE_SAMPLE / 2; i++)
+        memcpy(s->sample[site] + (int64_t)i * width, s->sample[site] + (int64_t)2 * i * width, (size_t)width * sizeof *rows);
+      s->n_sampled[site] = COMPILE_SAMPLE / 2;
+      s->stride[site] *= 2;
+    }
+    memcpy(s->sample[site] + (int64_t)s->n_sampled[site]++ * width, rows + (int64_t)t * width, (size_t)width * sizeof *rows);
+  }
+}
+
 /* The buffered inputs of a site, complete. */
 static void add_rows(struct gatherer *g, int32_t site, int32_t width)
 {
   struct compile_stats *s = g->stats;
   if (!s->energy[site]) s->energy[site] = mem_calloc((size_t)width, sizeof **s->energy);
+  if (!s->sample[site]) s->sample[site] = mem_calloc(COMPILE_SAMPLE * (size_t)width, sizeof **s->sample);
   const bool wants_hessian = site >= g->first_site && site < g->last_site;
   if (wants_hessian && !s->hessian[site]) s->hessian[site] = mem_calloc((size_t)width * (size_t)width, sizeof **s->hessian);
-  if (!s->energy[site] || (wants_hessian && !s->hessian[site])) {
+  if (!s->energy[site] || !s->sample[site] || (wants_hessian && !s->hessian[site])) {
     g->has_failed = true;
     return;
   }
@@ -95,6 +112,7 @@ static void add_rows(struct gatherer *g, int32_t site, int32_t width)
       const double x = (double)g->rows[(int64_t)t * width + c];
       s->energy[site][c] += x * x;
     }
+  add_sample(s, site, g->rows, g->n_batch, width);
   if (wants_hessian) add_outer(s->hessian[site], g->rows, g->n_batch, width);
   s->n_tokens[site] += g->n_batch;
 }
@@ -212,9 +230,13 @@ enum sits_status compile_calibrate(const struct compile_options *options, const 
 {
   const size_t n = (size_t)COMPILE_HEAD_SITE(model) + 1;
   *out = (struct compile_stats){.n_sites = (int32_t)n, .energy = mem_calloc(n, sizeof *out->energy),
-                                .n_tokens = mem_calloc(n, sizeof *out->n_tokens), .hessian = mem_calloc(n, sizeof *out->hessian)};
+                                .n_tokens = mem_calloc(n, sizeof *out->n_tokens), .hessian = mem_calloc(n, sizeof *out->hessian),
+                                .sample = mem_calloc(n, sizeof *out->sample), .n_sampled = mem_calloc(n, sizeof *out->n_sampled),
+                                .stride = mem_calloc(n, sizeof *out->stride)};
   enum sits_status status = SITS_OK;
-  if (!out->energy || !out->n_tokens || !out->hessian) status = sits_fail(err, SITS_NOMEM, "out of memory");
+  if (!out->energy || !out->n_tokens || !out->hessian || !out->sample || !out->n_sampled || !out->stride)
+    status = sits_fail(err, SITS_NOMEM, "out of memory");
+  for (size_t i = 0; i < n && !status; i++) out->stride[i] = 1;
   if (!status && !options->calibration)
     status = sits_fail_param(err, SITS_CONFIG, "calibration", "this recipe needs --calibration FILE, a text to measure activations on");
   struct gatherer gatherer = {.stats = out, .first_site = first_site, .last_site = last_site, .lock = PTHREAD_MUTEX_INITIALIZER};
@@ -230,9 +252,13 @@ void compile_stats_fini(struct compile_stats *stats)
   for (int32_t i = 0; i < stats->n_sites; i++) {
     if (stats->energy) mem_free(stats->energy[i]);
     if (stats->hessian) mem_free(stats->hessian[i]);
+    if (stats->sample) mem_free(stats->sample[i]);
   }
   mem_free(stats->energy);
   mem_free(stats->n_tokens);
   mem_free(stats->hessian);
+  mem_free(stats->sample);
+  mem_free(stats->n_sampled);
+  mem_free(stats->stride);
   *stats = (struct compile_stats){0};
 }

@@ -7,10 +7,10 @@
 
 #include "backend/backend.h"
 #include "base/clock.h"
+#include "base/hash.h"
 #include "base/mem.h"
 #include "tools/compile/compile.h"
 #include "tensor/dequant.h"
-#include "tensor/gguf.h"
 
 struct compilation {
   const struct compile_options *options;
@@ -18,14 +18,14 @@ struct compilation {
   struct model *model;
   struct compile_stats stats;        /* energies; empty when the recipe needs none */
   struct compile_scales scales;      /* column NULL: none */
+  struct compile_journal journal;
   float **gains;                     /* [n_gains] of norms that were divided by scales; owned */
   int64_t n_gains;
   struct compile_matrix *matrices;   /* [n_matrices] in the order of the source */
   int64_t n_matrices;
   struct act_format *acts;           /* [sites + 1] outliers owned */
   struct engine_writer *writer;
-  struct buf *blobs;                 /* [n_blobs] */
-  int n_blobs;
+  struct compile_blobs blobs;
   json_t *meta;
 };
 
@@ -55,6 +55,27 @@ static enum act_kind kind_named(const char *name)
   return is_text(name, "int4") ? ACT_INT4 : is_text(name, "int8") ? ACT_INT8 : ACT_FLOAT;
 }
 
+/* Is "LAYER.SITE" in a list with commas? */
+static bool is_listed(const char *list, const struct model *model, int32_t site)
+{
+  char word[32];
+  const int n = snprintf(word, sizeof word, "%d.%s", site / MODEL_SITES, model_site_name((enum model_site)(site % MODEL_SITES)));
+  for (const char *at = list; at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
+    if (strncmp(at, word, (size_t)n) == 0 && (at[n] == ',' || at[n] == '\0')) return site < COMPILE_HEAD_SITE(model);
+  return false;
+}
+
+/* Every item names a site of the model, once. */
+static enum sits_status check_sites(const struct quant_recipe *r, const struct model *model, struct sits_error *err)
+{
+  int32_t n_items = r->int8_sites ? 1 : 0, n_found = 0;
+  for (const char *at = r->int8_sites; at && (at = strchr(at, ',')); at++) n_items++;
+  for (int32_t i = 0; i < COMPILE_HEAD_SITE(model); i++) n_found += is_listed(r->int8_sites, model, i);
+  if (n_items == n_found) return SITS_OK;
+  return sits_fail_param(err, SITS_CONFIG, "int8-sites", "int8-sites: %d items, of which %d name a site of this model (0.qkv to %d.down)",
+                         n_items, n_found, model->config.n_layers - 1);
+}
+
 enum act_kind compile_site_kind(const struct quant_recipe *r, const struct model *model, int32_t site)
 {
   if (site == COMPILE_HEAD_SITE(model)) return kind_named(r->head_activations);
@@ -62,7 +83,7 @@ enum act_kind compile_site_kind(const struct quant_recipe *r, const struct model
   const bool is_down = site % MODEL_SITES == MODEL_SITE_DOWN && !is_text(r->down_activations, "same");
   const enum act_kind kind = kind_named(is_down ? r->down_activations : r->activations);
   const bool is_end = layer < r->int8_first_layers || layer >= model->config.n_layers - r->int8_last_layers;
-  return kind == ACT_INT4 && is_end ? ACT_INT8 : kind;
+  return kind == ACT_INT4 && (is_end || is_listed(r->int8_sites, model, site)) ? ACT_INT8 : kind;
 }
 
 static bool needs_energies(const struct quant_recipe *r, const struct model *model)
@@ -91,6 +112,7 @@ enum sits_status compile_site_act(const struct quant_recipe *recipe, const struc
 {
   const int32_t width = compile_site_width(model, site);
   *out = (struct act_format){.kind = compile_site_kind(recipe, model, site)};
+  if (site != COMPILE_HEAD_SITE(model)) out->rotation = model->layers[site / MODEL_SITES].act[site % MODEL_SITES].rotation;
   const int64_t most = width / 4, n = recipe->outliers < most ? recipe->outliers : most;
   if (out->kind != ACT_INT4 || n == 0) return SITS_OK;
   struct ranked *ranked = mem_calloc((size_t)width, sizeof *ranked);
@@ -177,25 +199,35 @@ static void settle_act(struct compilation *c, const struct compile_matrix *m)
   if (m->site < 0 || (made != SITS_DTYPE_F16 && made != SITS_DTYPE_BF16 && made != SITS_DTYPE_F32)) return;
   struct act_format *act = &c->acts[m->site];
   mem_free((void *)act->outliers);
-  *act = (struct act_format){.kind = ACT_FLOAT};
+  *act = (struct act_format){.kind = ACT_FLOAT, .rotation = act->rotation};
 }
 
+/* Rounded, measured and put away; or taken over from a run that was cut. */
 static enum sits_status make_matrix(struct compilation *c, struct compile_matrix *m, const struct quant_hessian *hessian,
                                     struct sits_error *err)
 {
-  struct quant_spec spec = compile_spec(&c->recipe, m->source, m->is_outer);
+  if (m->is_done) return SITS_OK;
   if (passes(&c->recipe, m)) {
     m->made = (struct quant_tensor){.utd = *m->source, .is_kept = true};
+    m->is_done = true;
     return SITS_OK;
   }
+  struct quant_spec spec = compile_spec(&c->recipe, m->source, m->is_outer);
   bool has_failed = false;
   float *row_scale = c->scales.column ? compile_row_scale(c->model, &c->scales, m->source, &has_failed) : NULL;
   if (has_failed) return sits_fail(err, SITS_NOMEM, "out of memory");
   spec.row_scale = row_scale;
   spec.column_scale = c->scales.column && m->site >= 0 ? c->scales.column[m->site] : NULL;
-  const enum sits_status status = quant_convert(m->source, &spec, hessian, &m->made, err);
+  enum sits_status status = quant_convert(m->source, &spec, hessian, &m->made, err);
+  if (!status) {
+    settle_act(c, m);
+    m->has_minimum = m->made.utd.minimums != NULL;
+    if (m->site >= 0 && c->stats.sample)
+      m->output_error = compile_output_error(m, &c->acts[m->site], &c->stats, spec.column_scale, row_scale);
+    status = compile_journal_put(&c->journal, m, err);
+    m->is_done = !status;
+  }
   mem_free(row_scale);
-  if (!status) settle_act(c, m);
   return status;
 }
 
@@ -205,9 +237,11 @@ static enum sits_status list_matrices(struct compilation *c, struct sits_error *
   c->matrices = mem_calloc((size_t)n, sizeof *c->matrices);
   if (!c->matrices) return sits_fail(err, SITS_NOMEM, "out of memory");
   for (int64_t i = 0; i < n; i++) {
-    struct compile_matrix m = {.source = source_tensor_at(c->model->source, i)};
+    struct compile_matrix m = {.source = source_tensor_at(c->model->source, i), .output_error = -1};
     m.site = site_of_matrix(c->model, m.source, &m.is_outer);
-    if (m.site != -2) c->matrices[c->n_matrices++] = m;
+    if (m.site == -2) continue;
+    if (compile_journal_take(&c->journal, &m)) settle_act(c, &m);
+    c->matrices[c->n_matrices++] = m;
   }
   return SITS_OK;
 }
@@ -240,6 +274,13 @@ static void scale_hessians(const struct compilation *c, struct compile_stats *st
   }
 }
 
+static bool is_site_done(const struct compilation *c, int32_t site)
+{
+  bool is_done = true;
+  for (int64_t i = 0; i < c->n_matrices; i++) is_done &= c->matrices[i].site != site || c->matrices[i].is_done;
+  return is_done;
+}
+
 /* GPTQ: as many sites at a time as their Hessians fit the memory; the text runs once for each such part. */
 static enum sits_status make_by_gptq(struct compilation *c, struct sits_error *err)
 {
@@ -247,6 +288,8 @@ static enum sits_status make_by_gptq(struct compilation *c, struct sits_error *e
   enum sits_status status = SITS_OK;
   for (int32_t first = 0, last; first < n && !status; first = last) {
     int64_t bytes = 0;
+    last = first + 1;
+    if (is_site_done(c, first)) continue;
     for (last = first; last < n; last++) {
       const int64_t width = compile_site_width(c->model, last), more = width * width * (int64_t)sizeof(float);
       if (last > first && bytes + more > c->options->hessian_memory) break;
@@ -296,6 +339,7 @@ static json_t *site_row(const struct compilation *c, int32_t site)
   const bool is_head = site == COMPILE_HEAD_SITE(c->model);
   json_t *row = json_pack("{si ss ss}", "layer", is_head ? -1 : site / MODEL_SITES, "site",
                           is_head ? "head" : model_site_name((enum model_site)(site % MODEL_SITES)), "act", act_kind_name(act->kind));
+  if (row && act->rotation > 0) json_object_set_new(row, "rotation", json_integer(act->rotation));
   if (act->n_outliers == 0 || !row) return row;
   json_t *list = json_array();
   for (int32_t i = 0; i < act->n_outliers; i++) json_array_append_new(list, json_integer(act->outliers[i]));
@@ -314,44 +358,6 @@ static enum sits_status make_meta(struct compilation *c, struct sits_error *err)
                       o->kv_cache_compress, "share_4x4", share_4x4(c), "scaled_inputs", c->scales.n_scaled, "sites",
                       sites);
   return c->meta ? SITS_OK : sits_fail(err, SITS_NOMEM, "out of memory");
-}
-
-static bool append_u32(struct buf *b, uint32_t v) { return buf_append(b, &v, sizeof v); }
-static bool append_u64(struct buf *b, uint64_t v) { return buf_append(b, &v, sizeof v); }
-
-/* All keys and values, no tensors. */
-static enum sits_status add_gguf_blob(struct compilation *c, struct sits_error *err)
-{
-  size_t n_bytes;
-  uint64_t n_values;
-  uint32_t version;
-  const unsigned char *bytes = gguf_metadata(source_gguf(c->model->source), &n_bytes, &n_values, &version);
-  struct buf *b = &c->blobs[c->n_blobs++];
-  buf_init(b, n_bytes + 64);
-  if (!buf_append(b, "GGUF", 4) || !append_u32(b, version) || !append_u64(b, 0) || !append_u64(b, n_values) ||
-      !buf_append(b, bytes, n_bytes))
-    return sits_fail(err, SITS_NOMEM, "out of memory for the metadata");
-  return engine_writer_add_blob(c->writer, "metadata.gguf", b->data, b->size);
-}
-
-static const char *const hf_files[] = {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-                                       "chat_template.jinja"};
-enum { N_HF_FILES = sizeof hf_files / sizeof hf_files[0] };
-
-static enum sits_status add_blobs(struct compilation *c, struct sits_error *err)
-{
-  enum sits_status status = SITS_OK;
-  c->blobs = mem_calloc(N_HF_FILES, sizeof *c->blobs);
-  if (!c->blobs) return sits_fail(err, SITS_NOMEM, "out of memory");
-  if (source_kind(c->model->source) == SOURCE_GGUF) return add_gguf_blob(c, err);
-  for (int i = 0; i < N_HF_FILES && !status; i++) {
-    if (!source_hf_has(c->model->source, hf_files[i])) continue;
-    struct buf *b = &c->blobs[c->n_blobs++];
-    buf_init(b, (size_t)256 << 20);
-    status = source_hf_read(c->model->source, hf_files[i], b, err);
-    if (!status) status = engine_writer_add_blob(c->writer, hf_files[i], b->data ? b->data : "", b->size);
-  }
-  return status;
 }
 
 /* The norm whose output is a scaled site: its gain divided by the scales, as f32; NULL: the tensor stays as it is. */
@@ -403,14 +409,15 @@ static enum sits_status write_file(struct compilation *c, struct sits_error *err
   enum sits_status status = engine_writer_create(&c->writer);
   if (status) return sits_fail(err, status, "out of memory");
   status = make_meta(c, err);
+  if (!status) status = compile_journal_map(&c->journal, c->matrices, c->n_matrices, err);
   if (!status) status = add_tensors(c, err);
-  if (!status) status = add_blobs(c, err);
+  if (!status) status = compile_blobs_add(&c->blobs, c->model->source, c->writer, err);
   return status ? status : engine_writer_finish(c->writer, c->meta, c->options->output, err);
 }
 
 static void summarise(const struct compilation *c, int64_t start_us, struct compile_result *out)
 {
-  *out = (struct compile_result){.share_4x4 = share_4x4(c), .n_scaled = c->scales.n_scaled,
+  *out = (struct compile_result){.share_4x4 = share_4x4(c), .n_scaled = c->scales.n_scaled, .n_resumed = c->journal.n_resumed,
                                  .seconds = (double)(clock_monotonic_us() - start_us) * 1e-6};
   memcpy(out->recipe, c->recipe.name, sizeof out->recipe);
   for (int64_t i = 0; i < c->n_matrices; i++) {
@@ -419,7 +426,7 @@ static void summarise(const struct compilation *c, int64_t start_us, struct comp
   }
 }
 
-static void compilation_fini(struct compilation *c)
+static void compilation_fini(struct compilation *c, bool is_finished)
 {
   for (int64_t i = 0; i < c->n_matrices; i++) quant_tensor_fini(&c->matrices[i].made);
   mem_free(c->matrices);
@@ -430,11 +437,35 @@ static void compilation_fini(struct compilation *c)
   for (int64_t i = 0; i < c->n_gains; i++) mem_free(c->gains[i]);
   mem_free(c->gains);
   engine_writer_destroy(c->writer);
-  for (int i = 0; i < c->n_blobs; i++) buf_fini(&c->blobs[i]);
-  mem_free(c->blobs);
+  compile_blobs_fini(&c->blobs);
   json_decref(c->meta);
+  compile_journal_close(&c->journal, is_finished);
   if (c->model) model_close(c->model);
   quant_recipe_fini(&c->recipe);
+}
+
+/* Of all that decides the bytes of a matrix. */
+static enum sits_status open_journal(struct compilation *c, struct sits_error *err)
+{
+  const struct compile_options *o = c->options;
+  struct buf text;
+  char key[24];
+  buf_init(&text, 1 << 20);
+  const bool ok = option_write_yaml(&c->recipe.set, false, &text) &&
+                  buf_printf(&text, "%s %llu %s %lld %lld", o->model, (unsigned long long)source_file_bytes(c->model->source),
+                             o->calibration ? o->calibration : "", (long long)o->calibration_windows, (long long)o->calibration_ctx);
+  snprintf(key, sizeof key, "%016llx", (unsigned long long)hash_bytes(1, text.data, text.size));
+  buf_fini(&text);
+  return ok ? compile_journal_open(&c->journal, o->work, key, err) : sits_fail(err, SITS_NOMEM, "out of memory");
+}
+
+/* An engine file is no source, but for what sits2026-opt prepared: rotated, and not rounded yet. */
+static enum sits_status check_source(const struct compilation *c, struct sits_error *err)
+{
+  const json_t *meta = source_engine_meta(c->model->source);
+  const char *stage = json_string_value(json_object_get(meta, "stage"));
+  if (!meta || (stage && is_text(stage, "prepared"))) return SITS_OK;
+  return sits_fail_param(err, SITS_UNSUPPORTED, "model", "%.150s is an engine file already: compile from its source", c->options->model);
 }
 
 /* awq asks for it; auto where there is text and a matrix to gain from it. */
@@ -456,11 +487,14 @@ enum sits_status compile_run(const struct compile_options *options, struct compi
   enum sits_status status = quant_recipe_load(options->recipe ? options->recipe : "w4a8", &c.recipe, err);
   if (status) return status;
   status = model_open(options->model, &c.model, err);
-  if (!status && source_engine(c.model->source))
-    status = sits_fail_param(err, SITS_UNSUPPORTED, "model", "%.150s is an engine file already: compile from its source", options->model);
+  if (!status) status = check_source(&c, err);
+  if (!status) status = check_sites(&c.recipe, c.model, err);
   if (!status) status = check_target(options, c.model, err);
   const bool scales = wants_scaling(&c);
-  if (!status && (needs_energies(&c.recipe, c.model) || scales)) status = compile_calibrate(options, c.model, 0, 0, &c.stats, err);
+  const bool measures = options->calibration && !is_text(c.recipe.weights, "f16") && options->report;
+  if (!status) status = open_journal(&c, err);
+  if (!status && (needs_energies(&c.recipe, c.model) || scales || measures))
+    status = compile_calibrate(options, c.model, 0, 0, &c.stats, err);
   if (!status && scales) status = compile_scales_make(&c.recipe, c.model, &c.stats, &c.scales, err);
   if (!status) status = make_acts(&c, err);
   if (!status) status = list_matrices(&c, err);
@@ -468,6 +502,6 @@ enum sits_status compile_run(const struct compile_options *options, struct compi
   if (!status) status = write_file(&c, err);
   if (!status) status = compile_report(c.matrices, c.n_matrices, options->report, options->quiet, err);
   if (!status) summarise(&c, start_us, out);
-  compilation_fini(&c);
+  compilation_fini(&c, !status);
   return status;
 }

@@ -23,7 +23,7 @@ struct site_view {
   const struct sits_utd *matrices[3];
   int n_matrices;
   const struct sits_utd *maker;      /* matrix whose rows take the inverse; NULL: a norm does */
-  bool is_blocked;                   /* the maker has a bias, which the inverse would have to reach too */
+  bool is_blocked;                   /* the maker has a bias, which the inverse would have to reach too; or a rotation lies between */
 };
 
 static struct site_view view_site(const struct model *m, int32_t site)
@@ -33,7 +33,7 @@ static struct site_view view_site(const struct model *m, int32_t site)
   case MODEL_SITE_QKV: return (struct site_view){{l->wq, l->wk, l->wv}, 3, NULL, false};
   case MODEL_SITE_O: return (struct site_view){{l->wo}, 1, l->wv, l->bv != NULL};
   case MODEL_SITE_GATE_UP: return (struct site_view){{l->w_gate, l->w_up}, 2, NULL, false};
-  default: return (struct site_view){{l->w_down}, 1, l->w_up, false};
+  default: return (struct site_view){{l->w_down}, 1, l->w_up, l->act[MODEL_SITE_DOWN].rotation > 0};
   }
 }
 

@@ -28,6 +28,7 @@ static const struct option_spec specs[] = {
      "Memory for gptq's Hessians; where they need more, the text runs several times."},
     INT("threads", threads, "0", 0, 1024, "threads", "Worker threads while calibrating. 0: one per core."),
     STR("report", report, "JSON file for the errors of every matrix beside those that theory expects."),
+    STR("work", work, "Folder that keeps finished matrices, so that a run that was cut goes on where it stopped."),
     STR("inspect", inspect, "Print the header and tensors of an engine file, check its checksums, and stop."),
     BOOL("recipes", recipes, "Print the built-in recipes and stop."),
     BOOL("recipe-help", recipe_help, "Print the fields of recipe files and stop."),
@@ -68,6 +69,7 @@ static enum sits_status compile(const struct compile_options *options, struct si
   const enum sits_status status = compile_run(options, &r, err);
   if (status) return status;
   getrusage(RUSAGE_SELF, &usage);
+  if (r.n_resumed > 0) printf("%lld matrices of an earlier run\n", (long long)r.n_resumed);
   printf("%s: recipe %s, %.1f MB of weights, %.1f %% of the layers' multiply-adds 4x4 bits, %d inputs scaled, %.1f s, "
          "peak memory %.0f MB\n", options->output, r.recipe, (double)r.weight_bytes * 1e-6, 100 * r.share_4x4, r.n_scaled, r.seconds,
          (double)usage.ru_maxrss / 1024);

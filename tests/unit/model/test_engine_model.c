@@ -82,7 +82,8 @@ static void sites_are_read(void **state)
   write_engine("{\"origin\": \"gguf\", \"kv_cache\": \"int8\", \"sites\": ["
                "{\"layer\": 0, \"site\": \"qkv\", \"act\": \"int4\", \"outliers\": [0, 5, 63]},"
                "{\"layer\": 1, \"site\": \"down\", \"act\": \"int4\", \"outliers\": [95]},"
-               "{\"layer\": 1, \"site\": \"o\", \"act\": \"float\"}, {\"layer\": -1, \"site\": \"head\", \"act\": \"int8\"}]}",
+               "{\"layer\": 1, \"site\": \"o\", \"act\": \"float\", \"rotation\": 32},"
+               "{\"layer\": -1, \"site\": \"head\", \"act\": \"int8\"}]}",
                "metadata.gguf");
   if (model_open(bin_path, &m, &err)) fail_msg("%s", err.text);
   assert_int_equal(m->config.n_embd, TINY_E);
@@ -94,6 +95,8 @@ static void sites_are_read(void **state)
   assert_int_equal(down->n_outliers, 1);
   assert_int_equal(down->outliers[0], 95);
   assert_int_equal(m->layers[1].act[MODEL_SITE_O].kind, ACT_FLOAT);
+  assert_int_equal(m->layers[1].act[MODEL_SITE_O].rotation, 32);
+  assert_int_equal(down->rotation, 0);
   assert_int_equal(m->layers[0].act[MODEL_SITE_O].kind, ACT_BACKEND);
   assert_int_equal(m->head_act.kind, ACT_INT8);
   model_close(m);
@@ -125,6 +128,10 @@ static void meta_that_does_not_fit_is_refused(void **state)
        "ascending"},
       {"{\"origin\": \"gguf\", \"sites\": [{\"layer\": 0, \"site\": \"qkv\", \"act\": \"int8\"},"
        "{\"layer\": 0, \"site\": \"qkv\", \"act\": \"int8\"}]}", "metadata.gguf", "twice"},
+      {"{\"origin\": \"gguf\", \"sites\": [{\"layer\": 0, \"site\": \"qkv\", \"act\": \"int8\", \"rotation\": 24}]}", "metadata.gguf",
+       "power of two"},
+      {"{\"origin\": \"gguf\", \"sites\": [{\"layer\": 0, \"site\": \"qkv\", \"act\": \"int8\", \"rotation\": 4096}]}", "metadata.gguf",
+       "power of two"},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     struct model *m = NULL;
