@@ -132,7 +132,7 @@ enum sits_status eval_write_json(const json_t *value, const char *path, struct s
   char part[4112];
   snprintf(part, sizeof part, "%.4000s.part", path);
   if (!value) return sits_fail(err, SITS_NOMEM, "out of memory");
-  if (json_dump_file(value, part, JSON_INDENT(1) | JSON_REAL_PRECISION(10)) == 0 && rename(part, path) == 0) return SITS_OK;
+  if (json_dump_file(value, part, JSON_INDENT(1) | JSON_REAL_PRECISION(17)) == 0 && rename(part, path) == 0) return SITS_OK;
   unlink(part);
   return sits_fail_param(err, SITS_IO, "out", "%.150s: cannot be written: %s", path, strerror(errno));
 }

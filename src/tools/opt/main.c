@@ -1,36 +1,27 @@
-/* sits2026-opt MODEL -o DIR --calibration TEXT [options]: which layers can have 4-bit inputs within a given loss of perplexity.
- *
- * It compiles the model by the recipe, measures the loss against the same model in 16 bits on windows of the text that calibration did
- * not see, and gives 8-bit inputs to more and more layers at both ends, which lose most, until the loss is within --max-ppl-loss: the
- * least number that will do, found by bisection. DIR receives model.bin, recipe.yaml (for sits2026-compile), report.json (errors of every
- * matrix) and search.json (what was tried). The compiler and the evaluator do the work (tools/compile, tools/eval). One thread, and the
- * backend's workers. */
+/* sits2026-opt MODEL -o DIR --calibration TEXT [options]: options and the order of steps; the steps are opt_*.c (see opt.h). */
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/hash.h"
+#include "base/json.h"
 #include "base/mem.h"
 #include "config/option.h"
+#include "opt.h"
 #include "tools/compile/compile.h"
 #include "tools/eval/eval.h"
-
-struct opt_options {
-  const char *model, *output, *recipe, *calibration, *kv_cache_compress;
-  int64_t calibration_windows, ctx, windows, threads;
-  double max_ppl_loss;
-  bool rotate;
-};
 
 #define AT(field) offsetof(struct opt_options, field)
 #define STR(name, field, help) {name, OPTION_STRING, AT(field), "", 0, 0, "", 0, NULL, "Options", help}
 #define INT(name, field, def, min, max, unit, help) {name, OPTION_INT, AT(field), def, min, max, unit, 0, NULL, "Options", help}
 
 static const struct option_spec specs[] = {
-    STR("output", output, "The folder to write; -o DIR for short."),
+    STR("output", output, "The folder to write; -o DIR for short. A run that was cut goes on there."),
     STR("recipe", recipe, "Where to start from: a built-in recipe (default w4a4) or a YAML file."),
     STR("calibration", calibration, "UTF-8 text: its first windows calibrate, the next ones measure."),
     {"max-ppl-loss", OPTION_FLOAT, AT(max_ppl_loss), "0", 0, 1000, "percent", 0, NULL, "Options",
@@ -38,24 +29,57 @@ static const struct option_spec specs[] = {
     INT("calibration-windows", calibration_windows, "3", 1, 1 << 20, "windows", "Windows that calibrate."),
     INT("windows", windows, "4", 1, 1 << 20, "windows", "Windows that measure."),
     INT("ctx", ctx, "2048", 8, 1 << 20, "tokens", "Tokens of a window; at most the model's context."),
+    INT("sensitivity-ctx", sensitivity_ctx, "512", 8, 1 << 20, "tokens", "Tokens of the window that sensitivities are measured on."),
+    {"rotate", OPTION_ENUM, AT(rotate), "auto", 0, 0, "", 0, "auto|none|all", "Options",
+     "Hadamard rotations: auto measures the output error of every matrix with and without and keeps the lesser; all rotates everything."},
+    INT("rotation-seeds", rotation_seeds, "4", 1, 1024, "seeds",
+        "Sign patterns of the residual stream's rotation to try; the best is kept."),
+    INT("down-rotation", down_rotation, "128", 2, 4096, "channels", "Block of the run-time rotation of down_proj's input; a power of two."),
+    {"hessian-memory", OPTION_BYTES, AT(hessian_memory), "2G", 1 << 20, 1e13, "bytes", 0, NULL, "Options",
+     "Memory for gptq's Hessians; where they need more, the text runs several times."},
     {"kv-cache-compress", OPTION_ENUM, AT(kv_cache_compress), "none", 0, 0, "", 0, "none|int8|int4|fp4|fp4-sparse", "Options",
      "How the cache will be stored; it is measured that way."},
     INT("threads", threads, "0", 0, 1024, "threads", "Worker threads. 0: one per core."),
-    {"rotate", OPTION_BOOL, AT(rotate), "false", 0, 0, "", 0, NULL, "Options", "Hadamard rotations. Not built yet: refused."},
 };
 enum { N_SPECS = sizeof specs / sizeof specs[0] };
 
-struct search {
-  const struct opt_options *options;
-  char model[4096], recipe[4096], report[4096], log[4096]; /* files of DIR */
-  int32_t n_layers;
-  double reference;                  /* mean negative log-likelihood of the 16-bit model */
-  json_t *tries;                     /* array */
-};
+void opt_path(const struct opt_run *run, const char *name, char out[4096]) { snprintf(out, 4096, "%s/%s", run->options->output, name); }
 
-static enum sits_status measure(const struct search *s, const char *model, double *nll, struct sits_error *err)
+enum sits_status opt_save(const struct opt_run *run, struct sits_error *err)
 {
-  const struct opt_options *o = s->options;
+  char path[4096];
+  opt_path(run, "search.json", path);
+  return eval_write_json(run->state, path, err);
+}
+
+void opt_progress(const char *what, int64_t done, int64_t total)
+{
+  static const char bar[] = "########################################";
+  const int full = (int)(done * 40 / total);
+  if (!isatty(STDERR_FILENO)) return;
+  fprintf(stderr, "\r%-16s [%-40.*s] %3d %%%s", what, full, bar, (int)(done * 100 / total), done == total ? "\n" : "");
+}
+
+enum sits_status opt_compile(const struct opt_run *run, const char *source, const char *recipe, const char *output, const char *report,
+                             const char *work, bool is_quiet, struct sits_error *err)
+{
+  const struct opt_options *o = run->options;
+  const struct compile_options compile = {
+      .model = source, .output = output, .recipe = recipe ? recipe : o->recipe ? o->recipe : "w4a4", .target = "any",
+      .kv_cache_compress = o->kv_cache_compress, .calibration = o->calibration, .report = report, .work = work,
+      .calibration_windows = o->calibration_windows, .calibration_ctx = o->ctx, .threads = o->threads,
+      .hessian_memory = o->hessian_memory, .quiet = is_quiet};
+  struct compile_result result;
+  const enum sits_status status = compile_run(&compile, &result, err);
+  if (!status && !is_quiet)
+    printf("%s: %.1f MB of weights, %.1f %% of the layers' multiply-adds 4x4 bits, %.1f s\n", output, (double)result.weight_bytes * 1e-6,
+           100 * result.share_4x4, result.seconds);
+  return status;
+}
+
+enum sits_status opt_measure(const struct opt_run *run, const char *model, double *nll, struct sits_error *err)
+{
+  const struct opt_options *o = run->options;
   const struct eval_options eval = {.model = model, .text = o->calibration, .device = "cpu", .isa = "auto", .kv_cache_dtype = "auto",
                                     .threads = o->threads, .ctx = o->ctx, .windows = o->windows, .skip_windows = o->calibration_windows,
                                     .batch_tokens = 512};
@@ -64,127 +88,112 @@ static enum sits_status measure(const struct search *s, const char *model, doubl
   if (status) return status;
   double sum = 0;
   for (int64_t i = 0; i < score.n_windows; i++) sum += score.nll[i];
-  *nll = sum / (double)(score.n_windows * (o->ctx - 1 - o->ctx / 2));
+  *nll = sum / (double)(score.n_windows * eval_scored(o->ctx));
   mem_free(score.nll);
   return SITS_OK;
 }
 
-static enum sits_status compile_by(const struct search *s, const char *recipe, const char *output, const char *report,
-                                   struct sits_error *err)
+static enum sits_status measure_reference(struct opt_run *run, struct sits_error *err)
 {
-  const struct opt_options *o = s->options;
-  const struct compile_options compile = {.model = o->model, .output = output, .recipe = recipe, .target = "any",
-                                          .kv_cache_compress = o->kv_cache_compress, .calibration = o->calibration, .report = report,
-                                          .calibration_windows = o->calibration_windows, .calibration_ctx = o->ctx, .threads = o->threads,
-                                          .hessian_memory = (int64_t)2 << 30, .quiet = true};
-  struct compile_result result;
-  return compile_run(&compile, &result, err);
-}
-
-static enum sits_status write_text(const char *path, const char *text, size_t n_bytes, struct sits_error *err)
-{
-  FILE *file = fopen(path, "wb");
-  const bool is_written = file && fwrite(text, 1, n_bytes, file) == n_bytes;
-  if ((file && fclose(file) != 0) || !is_written) return sits_fail(err, SITS_IO, "%.150s: %s", path, strerror(errno));
-  return SITS_OK;
-}
-
-/* The recipe with n layers of 8-bit inputs, two at the front for every five at the back: the ends lose most, the back more than the
- * front. */
-static enum sits_status write_recipe(const struct search *s, int32_t n, struct sits_error *err)
-{
-  struct quant_recipe recipe;
-  struct buf text;
-  char first[16], last[16];
-  enum sits_status status = quant_recipe_load(s->options->recipe ? s->options->recipe : "w4a4", &recipe, err);
+  char path[4096];
+  const json_t *known = json_object_get(run->state, "reference_nll");
+  opt_path(run, "reference.bin", path);
+  run->reference = json_number_value(known);
+  if (known && access(path, R_OK) == 0) return SITS_OK;
+  enum sits_status status = opt_compile(run, run->options->model, "w16a16", path, NULL, NULL, true, err);
+  if (!status) status = opt_measure(run, path, &run->reference, err);
   if (status) return status;
-  snprintf(first, sizeof first, "%d", n * 2 / 7);
-  snprintf(last, sizeof last, "%d", n - n * 2 / 7);
-  buf_init(&text, 1 << 16);
-  if (n > 0) status = option_assign(&recipe.set, "int8-first-layers", first, "search", err);
-  if (n > 0 && !status) status = option_assign(&recipe.set, "int8-last-layers", last, "search", err);
-  if (!status && !option_write_yaml(&recipe.set, false, &text)) status = sits_fail(err, SITS_NOMEM, "out of memory");
-  if (!status) status = write_text(s->recipe, text.data, text.size, err);
-  buf_fini(&text);
-  quant_recipe_fini(&recipe);
-  return status;
+  printf("16 bits: perplexity %.4f\n", exp(run->reference));
+  json_object_set_new(run->state, "reference_nll", json_real(run->reference));
+  json_object_set_new(run->state, "reference_perplexity", json_real(exp(run->reference)));
+  return opt_save(run, err);
 }
 
-/* Loss in percent with n layers of 8-bit inputs. Leaves that model and recipe in DIR. */
-static enum sits_status try_layers(struct search *s, int32_t n, double *loss, struct sits_error *err)
+/* The recipe, by the search where one is wanted, and the file by it. */
+static enum sits_status make_model(struct opt_run *run, struct sits_error *err)
 {
+  char model[4096], recipe[4096], report[4096], work[4096];
   double nll = 0;
-  enum sits_status status = write_recipe(s, n, err);
-  if (!status) status = compile_by(s, s->recipe, s->model, s->report, err);
-  if (!status) status = measure(s, s->model, &nll, err);
+  opt_path(run, "model.bin", model);
+  opt_path(run, "recipe.yaml", recipe);
+  opt_path(run, "report.json", report);
+  opt_path(run, "work", work);
+  const bool searches = run->options->max_ppl_loss > 0;
+  enum sits_status status = searches ? opt_compile(run, run->source, NULL, model, NULL, NULL, true, err) : SITS_OK;
+  if (!status) status = opt_search(run, err);
+  if (!status) status = opt_compile(run, run->source, recipe, model, report, work, false, err);
+  if (!status) status = opt_measure(run, model, &nll, err);
   if (status) return status;
-  *loss = 100 * (exp(nll - s->reference) - 1);
-  printf("%d of %d layers with 8-bit inputs: perplexity %.4f, %+.2f %%\n", n, s->n_layers, exp(nll), *loss);
-  fflush(stdout);
-  json_array_append_new(s->tries, json_pack("{si sf sf}", "int8_layers", n, "perplexity", exp(nll), "loss_percent", *loss));
-  return SITS_OK;
+  rmdir(work);
+  printf("perplexity %.4f, %+.2f %% of the 16-bit model's\n", exp(nll), 100 * (exp(nll - run->reference) - 1));
+  json_object_set_new(run->state, "perplexity", json_real(exp(nll)));
+  json_object_set_new(run->state, "loss_percent", json_real(100 * (exp(nll - run->reference) - 1)));
+  return opt_save(run, err);
 }
 
-static enum sits_status bisect(struct search *s, struct sits_error *err)
+/* The state of an earlier run with the same options, or a new one. */
+static enum sits_status open_state(struct opt_run *run, struct sits_error *err)
 {
-  const double most = s->options->max_ppl_loss;
-  double loss;
-  enum sits_status status = try_layers(s, 0, &loss, err);
-  if (status || most <= 0 || loss <= most) return status;
-  int32_t low = 0, high = s->n_layers, last = 0;   /* low fails; high is the least known to hold, once tried */
-  status = try_layers(s, high, &loss, err);
-  if (!status && loss > most)
-    return sits_fail_param(err, SITS_CONFIG, "max-ppl-loss", "even with 8-bit inputs everywhere the loss is %.2f %%, above %.2f %%", loss,
-                           most);
-  for (last = high; high - low > 1 && !status;) {
-    const int32_t middle = low + (high - low) / 2;
-    status = try_layers(s, middle, &loss, err);
-    last = middle;
-    if (loss <= most) high = middle;
-    else low = middle;
-  }
-  if (!status && last != high) status = try_layers(s, high, &loss, err);
-  return status;
-}
-
-static enum sits_status measure_reference(struct search *s, struct sits_error *err)
-{
-  char path[4112];
+  const struct opt_options *o = run->options;
+  char path[4096], key[24];
+  struct buf text;
   struct model *model;
-  enum sits_status status = model_open(s->options->model, &model, err);
+  struct quant_recipe recipe;
+  enum sits_status status = model_open(o->model, &model, err);
   if (status) return status;
-  s->n_layers = model->config.n_layers;
-  const bool is_short = s->options->ctx > model->config.max_context;
+  run->n_layers = model->config.n_layers;
+  if (o->ctx > model->config.max_context || o->sensitivity_ctx > model->config.max_context)
+    status = sits_fail_param(err, SITS_CONFIG, "ctx", "ctx %" PRId64 " is more than the model's context", o->ctx);
+  buf_init(&text, 1 << 20);
+  buf_printf(&text, "%s %" PRIu64 " %s %" PRId64 " %" PRId64 " %" PRId64 " %" PRId64 " %s %" PRId64 " %" PRId64 " %s ", o->model,
+             source_file_bytes(model->source), o->calibration, o->calibration_windows, o->windows, o->ctx, o->sensitivity_ctx, o->rotate,
+             o->rotation_seeds, o->down_rotation, o->kv_cache_compress);
   model_close(model);
-  if (is_short) return sits_fail_param(err, SITS_CONFIG, "ctx", "ctx %" PRId64 " is more than the model's context", s->options->ctx);
-  snprintf(path, sizeof path, "%s.reference", s->model);
-  status = compile_by(s, "w16a16", path, NULL, err);
-  if (!status) status = measure(s, path, &s->reference, err);
-  unlink(path);
-  if (!status) printf("16 bits: perplexity %.4f\n", exp(s->reference));
+  if (!status) status = quant_recipe_load(o->recipe ? o->recipe : "w4a4", &recipe, err);
+  if (status) {
+    buf_fini(&text);
+    return status;
+  }
+  option_write_yaml(&recipe.set, false, &text);
+  quant_recipe_fini(&recipe);
+  snprintf(key, sizeof key, "%016" PRIx64, hash_bytes(1, text.data, text.size));
+  if (text.failed) status = sits_fail(err, SITS_NOMEM, "out of memory");
+  buf_fini(&text);
+  opt_path(run, "search.json", path);
+  struct sits_error ignored;
+  if (!status && access(path, R_OK) == 0 && json_parse_file(path, &json_limits_file, &run->state, &ignored) == SITS_OK) {
+    const char *old = json_string_value(json_object_get(run->state, "key"));
+    if (old && strcmp(old, key) == 0) return SITS_OK;
+    json_decref(run->state);
+    run->state = NULL;
+  }
+  if (!status) run->state = json_pack("{ss}", "key", key);
+  if (!status && !run->state) status = sits_fail(err, SITS_NOMEM, "out of memory");
   return status;
 }
 
 static enum sits_status optimise(const struct opt_options *o, struct sits_error *err)
 {
-  struct search s = {.options = o};
-  if (o->rotate) return sits_fail_param(err, SITS_UNSUPPORTED, "rotate", "rotations are not supported yet: leave out --rotate");
+  struct opt_run run = {.options = o};
+  struct rusage usage = {0};
+  char reference[4096];
   if (!o->calibration) return sits_fail_param(err, SITS_CONFIG, "calibration", "no text: give --calibration FILE");
-  if (strlen(o->output) > 4000) return sits_fail_param(err, SITS_CONFIG, "output", "the folder's name is too long");
+  if (strlen(o->output) > 4000 || strlen(o->model) > 4000)
+    return sits_fail_param(err, SITS_CONFIG, "output", "the name of the folder or the model is too long");
+  if ((o->down_rotation & (o->down_rotation - 1)) != 0)
+    return sits_fail_param(err, SITS_CONFIG, "down-rotation", "down-rotation %" PRId64 " is no power of two", o->down_rotation);
   if (mkdir(o->output, 0777) != 0 && errno != EEXIST) return sits_fail(err, SITS_IO, "%.150s: %s", o->output, strerror(errno));
-  snprintf(s.model, sizeof s.model, "%s/model.bin", o->output);
-  snprintf(s.recipe, sizeof s.recipe, "%s/recipe.yaml", o->output);
-  snprintf(s.report, sizeof s.report, "%s/report.json", o->output);
-  snprintf(s.log, sizeof s.log, "%s/search.json", o->output);
-  s.tries = json_array();
-  enum sits_status status = measure_reference(&s, err);
-  if (!status) status = bisect(&s, err);
-  json_t *log = status ? NULL : json_pack("{sf sf sO}", "reference_perplexity", exp(s.reference), "max_ppl_loss", o->max_ppl_loss,
-                                          "tries", s.tries);
-  if (!status && (!log || json_dump_file(log, s.log, JSON_INDENT(1) | JSON_REAL_PRECISION(8))))
-    status = sits_fail(err, SITS_IO, "%.150s: cannot be written", s.log);
-  json_decref(log);
-  json_decref(s.tries);
+  snprintf(run.source, sizeof run.source, "%s", o->model);
+  enum sits_status status = open_state(&run, err);
+  if (!status) json_object_set_new(run.state, "max_ppl_loss", json_real(o->max_ppl_loss));
+  if (!status) status = measure_reference(&run, err);
+  if (!status) status = opt_rotate(&run, err);
+  if (!status) status = make_model(&run, err);
+  json_decref(run.state);
+  opt_path(&run, "reference.bin", reference);
+  if (!status) unlink(reference);
+  getrusage(RUSAGE_SELF, &usage);
+  if (!status) printf("peak memory %.0f MB\n", (double)usage.ru_maxrss / 1024);
   return status;
 }
 
