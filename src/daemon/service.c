@@ -258,10 +258,10 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
   publish(service, &info);
   log_info("daemon",
            "ready model=%s device=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d weights_mb=%.1f kv_pages=%d kv_mb=%.1f "
-           "ms=%.0f",
+           "open_ms=%.0f pack_ms=%.0f ms=%.0f",
            served.names[0], info.device_name, info.max_model_len, info.max_num_seqs, info.max_num_batched_tokens,
            (double)info.weight_bytes / 1048576, info.n_pages, (double)info.kv_bytes / 1048576,
-           (double)(clock_monotonic_us() - start_us) / 1000);
+           (double)info.open_us / 1000, (double)info.compile_us / 1000, (double)(clock_monotonic_us() - start_us) / 1000);
   return SITS_OK;
 }
 

@@ -10,6 +10,7 @@
 #include "base/mapfile.h"
 #include "base/mem.h"
 #include "tensor/engine_format.h"
+#include "tensor/name_index.h"
 
 const char engine_magic[8] = "SITSENG";
 const char *const engine_quant_names[3] = {"none", "channel", "group"};
@@ -213,6 +214,30 @@ static enum sits_status read_header(struct engine_file *file, struct sits_error 
   return check_overlap(file, err);
 }
 
+static enum sits_status truncated(const struct engine_file *file, uint64_t file_bytes, const char *name, struct sits_error *err)
+{
+  char printable[NAME_INDEX_MAX_PRINTED];
+  return sits_fail_param(err, SITS_FORMAT, name, "%.120s: truncated: %zu bytes of %llu, '%s' is not whole", file->name, file->n_bytes,
+                         (unsigned long long)file_bytes, name_printable(printable, name, strlen(name)));
+}
+
+/* The first tensor or blob, in the header's order, that ends past the file's end; the file's own padding when all are there. */
+static const char *first_cut(const struct engine_file *file)
+{
+  static const char *const lists[] = {"tensors", "blobs"};
+  const json_t *row;
+  size_t index;
+  for (int l = 0; l < 2; l++)
+    json_array_foreach(json_object_get(file->header, lists[l]), index, row)
+      for (int k = 0; k < ENGINE_SECTION_KEYS; k++) {
+        const json_t *span = json_object_get(row, engine_section_keys[k]);
+        const json_int_t offset = json_integer_value(json_array_get(span, 0)), size = json_integer_value(json_array_get(span, 1));
+        const char *name = json_string_value(json_object_get(row, "name"));
+        if (name && offset >= 0 && size >= 0 && (uint64_t)offset + (uint64_t)size > file->n_bytes) return name;
+      }
+  return "padding";
+}
+
 static enum sits_status read_prefix(struct engine_file *file, struct engine_prefix *prefix, struct sits_error *err)
 {
   if (file->n_bytes < sizeof *prefix) return bad(file, "prefix", "the file is too short", err);
@@ -224,10 +249,9 @@ static enum sits_status read_prefix(struct engine_file *file, struct engine_pref
     return sits_fail(err, SITS_UNSUPPORTED, "%.120s: engine file version %u; this build reads version %d: compile the model again",
                      file->name, prefix->version, ENGINE_FILE_VERSION);
   if (prefix->order != ENGINE_ORDER_MARK) return bad(file, "prefix", "byte-order mark is damaged", err);
-  if (prefix->file_bytes != file->n_bytes)
-    return sits_fail(err, SITS_FORMAT, "%.120s: truncated: %zu bytes of %llu", file->name, file->n_bytes,
-                     (unsigned long long)prefix->file_bytes);
-  if (prefix->header_bytes > file->n_bytes - sizeof *prefix) return bad(file, "header", "longer than the file", err);
+  if (prefix->header_bytes > file->n_bytes - sizeof *prefix)
+    return prefix->file_bytes != file->n_bytes ? truncated(file, prefix->file_bytes, "header", err)
+                                               : bad(file, "header", "longer than the file", err);
   if (hash_bulk(0, file->data + sizeof *prefix, (size_t)prefix->header_bytes) != prefix->header_checksum)
     return bad(file, "header", "checksum differs: the file is damaged", err);
   return SITS_OK;
@@ -241,6 +265,7 @@ static enum sits_status parse(struct engine_file *file, struct sits_error *err)
   if (status) return status;
   status = json_parse((const char *)file->data + sizeof prefix, (size_t)prefix.header_bytes, &json_limits_file, &file->header, &inner);
   if (status) return bad(file, "header", inner.text, err);
+  if (prefix.file_bytes != file->n_bytes) return truncated(file, prefix.file_bytes, first_cut(file), err);
   return read_header(file, err);
 }
 

@@ -2,6 +2,7 @@
 input gives equal bytes; damage and wrong requests are refused by name; servers and tools take an engine file as any model."""
 import hashlib
 import json
+import re
 import subprocess
 import sys
 
@@ -61,6 +62,22 @@ def files(tmp_path_factory):
 def test_kept_grid_gives_the_same_bits(files, tmp_path):
     want = logits(SMOL, IDS, tmp_path)
     assert np.array_equal(want.view(np.uint32), logits(files / "w4a8.bin", IDS, tmp_path).view(np.uint32))
+
+
+@needs_stories
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_round_trip_of_four_bit_files(kind, tmp_path):
+    """A trained model in either form: every matrix is kept, and perplexity is the same, window by window."""
+    sys.path.insert(0, str(ROOT / "tests" / "tools"))
+    import make_gguf
+    spec, weights, tokens = make_gguf.load_stories(STORIES / "stories260K.gguf")
+    wide, padded = make_gguf.pad_to_super_blocks(spec, weights)
+    make_gguf.write_gguf(tmp_path / "m.gguf", wide, padded, lambda name: kind, tokens)
+    compile_model(tmp_path / "m.gguf", tmp_path / "s.bin", "--recipe", "w4a8", "--report", tmp_path / "report.json")
+    assert all(row["kept"] for row in json.loads((tmp_path / "report.json").read_text())["matrices"])
+    args = ("--text", TEXT, "--ctx", 256, "--windows", 4)
+    want, got = perplexity(tmp_path / "m.gguf", *args), perplexity(tmp_path / "s.bin", *args)
+    assert got["window_nll"] == want["window_nll"]
 
 
 @needs_smol
@@ -170,7 +187,9 @@ def test_damage_is_found_and_named(tmp_path):
     flipped = bytearray(good)
     flipped[header["blobs"][0]["data"][0] + 3] ^= 1
     refused(flipped, header["blobs"][0]["name"], "checksum")
-    refused(good[:-4096], "truncated")
+    refused(good[:-4096], "truncated", header["blobs"][-1]["name"])
+    refused(good[:tensor["scales"][0] + 1], "truncated", tensor["name"])
+    refused(good[:200], "truncated", "header")
     refused(good[:8] + (2).to_bytes(4, "little") + good[12:], "version 2")
     refused(good[:12] + good[12:16][::-1] + good[16:], "byte order")
 
@@ -241,6 +260,7 @@ def test_the_daemon_serves_an_engine_file(files, tmp_path):
         server = Server(model, tmp_path / "log", "--served-model-name", "m")
         try:
             answers.append(chat(server))
+            assert re.search(r"ready model=m .* open_ms=\d+ pack_ms=\d+ ms=\d+", server.text())  # what repacking cost
         finally:
             assert server.stop() == 0
     assert answers[0] and answers[0] == answers[1]
