@@ -95,6 +95,9 @@ def test_rotation_is_chosen_where_it_pays(outlier, tmp_path):
     assert search["rotation"]["residual_seed"] in (1, 2)
     run("compile", outlier, "-o", tmp_path / "plain.bin", "--recipe", tmp_path / "r.yaml", "--calibration", WIKITEXT, "--quiet",
         "--calibration-ctx", 512, "--calibration-windows", 8)
+    run("compile", tmp_path / "o", "-o", tmp_path / "again.bin", "--calibration", WIKITEXT, "--quiet", "--calibration-ctx", 512,
+        "--calibration-windows", 8)
+    assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "o" / "model.bin").read_bytes()
     args = ("--text", TEXT, "--ctx", 512, "--windows", 8)
     want, plain, rotated = (perplexity(m, *args) for m in (outlier, tmp_path / "plain.bin", tmp_path / "o" / "model.bin"))
     assert plain > 1.35 * want
@@ -134,8 +137,8 @@ def test_search_keeps_the_loss_with_the_fewest_sites(tmp_path):
     assert len(eight) == max(tried) - chosen == len(set(eight))
     assert max(q for site, q in quotient.items() if site not in eight) <= min(quotient[site] for site in eight)
     # the recipe alone gives the same file, and the file the same perplexity
-    run("compile", STORIES, "-o", tmp_path / "again.bin", "--recipe", tmp_path / "o" / "recipe.yaml", "--calibration", TEXT,
-        "--calibration-ctx", 512, "--calibration-windows", 8, "--quiet")
+    run("compile", tmp_path / "o", "-o", tmp_path / "again.bin", "--calibration", TEXT, "--calibration-ctx", 512,
+        "--calibration-windows", 8, "--quiet")
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "o" / "model.bin").read_bytes()
     measured = perplexity(tmp_path / "o" / "model.bin", "--text", TEXT, "--ctx", 512, "--windows", 8, "--skip-windows", 8)
     assert measured == pytest.approx(search["perplexity"], rel=1e-6)

@@ -2,8 +2,10 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include "base/buf.h"
+#include "base/json.h"
 #include "base/mem.h"
 #include "compile.h"
 #include "config/option.h"
@@ -40,8 +42,8 @@ static int print_help(const struct option_set *set)
 {
   struct buf help;
   buf_init(&help, 1 << 20);
-  printf("usage: sits2026-compile MODEL -o FILE [options]\n       sits2026-compile --inspect FILE\n\nMODEL is a GGUF file or a Hugging "
-         "Face directory.\n");
+  printf("usage: sits2026-compile MODEL -o FILE [options]\n       sits2026-compile --inspect FILE\n\nMODEL is a GGUF file, a Hugging "
+         "Face directory, or a folder that sits2026-opt wrote.\n");
   if (option_write_help(set, &help)) printf("\n%s", help.data);
   buf_fini(&help);
   return 0;
@@ -62,11 +64,36 @@ static enum sits_status print_recipes(const struct compile_options *options, str
   return SITS_OK;
 }
 
-static enum sits_status compile(const struct compile_options *options, struct sits_error *err)
+/* MODEL may be a folder that sits2026-opt wrote: then what it prepared, or else the model that its search.json names, by the recipe that it
+ * found unless another is given. */
+struct opt_folder { char model[4096], recipe[4096]; };
+
+static enum sits_status take_opt_folder(struct compile_options *options, struct opt_folder *f, struct sits_error *err)
+{
+  char path[4096];
+  json_t *state;
+  if ((size_t)snprintf(path, sizeof path, "%s/search.json", options->model) >= sizeof path || access(path, R_OK) != 0) return SITS_OK;
+  const enum sits_status status = json_parse_file(path, &json_limits_file, &state, err);
+  if (status) return status;
+  const char *model = json_string_value(json_object_get(state, "model"));
+  snprintf(f->recipe, sizeof f->recipe, "%.4000s/recipe.yaml", options->model);
+  snprintf(f->model, sizeof f->model, "%.4000s/prepared.bin", options->model);
+  if (access(f->model, R_OK) != 0) snprintf(f->model, sizeof f->model, "%s", model ? model : "");
+  json_decref(state);
+  if (!*f->model) return sits_fail_param(err, SITS_FORMAT, "model", "%.150s: names no model", path);
+  options->model = f->model;
+  if (!options->recipe) options->recipe = f->recipe;
+  return SITS_OK;
+}
+
+static enum sits_status compile(const struct compile_options *given, struct sits_error *err)
 {
   struct compile_result r;
+  struct compile_options own = *given, *options = &own;
+  struct opt_folder folder;
   struct rusage usage = {0};
-  const enum sits_status status = compile_run(options, &r, err);
+  enum sits_status status = take_opt_folder(options, &folder, err);
+  if (!status) status = compile_run(options, &r, err);
   if (status) return status;
   getrusage(RUSAGE_SELF, &usage);
   if (r.n_resumed > 0) printf("%lld matrices of an earlier run\n", (long long)r.n_resumed);

@@ -186,6 +186,7 @@ static enum sits_status optimise(const struct opt_options *o, struct sits_error 
   snprintf(run.source, sizeof run.source, "%s", o->model);
   enum sits_status status = open_state(&run, err);
   if (!status) json_object_set_new(run.state, "max_ppl_loss", json_real(o->max_ppl_loss));
+  if (!status) json_object_set_new(run.state, "model", json_string(o->model));
   if (!status) status = measure_reference(&run, err);
   if (!status) status = opt_rotate(&run, err);
   if (!status) status = make_model(&run, err);
