@@ -17,8 +17,10 @@
 
 #define BACKEND_ABI 1
 #define KV_PAGE_TOKENS 64          /* P */
+#define BACKEND_MAX_RANKS 8
 
 struct backend;                    /* an open device */
+struct group;                      /* backend/group.h: the ranks of a model cut over several devices */
 struct backend_program;            /* a model compiled for it */
 struct backend_kv;                 /* its page memory */
 struct program;                    /* backend/program.h: what to run, device-independent */
@@ -33,6 +35,12 @@ struct backend_options {
   const char *isa;                 /* "auto", "scalar", "avx2", "avx512"; CPU only, NULL = auto */
   const char *recipe;              /* activations beside 4-bit weights: "auto", "w4a16", "w4a8"; CUDA only, NULL = auto */
   bool no_graphs;                  /* launch kernels one by one; CUDA only, for comparison */
+  int32_t n_ranks;                 /* devices that the model is cut over; 0 or 1: one. More: through backend_ranks only */
+  int32_t devices[BACKEND_MAX_RANKS]; /* has_devices: ordinal of each rank; may repeat. Else the backend chooses */
+  bool has_devices;
+  int32_t collective_timeout_ms;   /* ranks wait so long for each other, then all give up; 0 = 5,000 */
+  int32_t rank;                    /* set by backend_ranks for the backend of each rank, as is group */
+  struct group *group;             /* borrowed; NULL: this backend works alone */
 };
 
 struct backend_info {
@@ -41,7 +49,8 @@ struct backend_info {
 };
 
 struct kv_geometry {
-  int32_t n_layers, n_kv_heads, head_dim;
+  int32_t n_layers, n_kv_heads, head_dim; /* of the whole model */
+  int32_t n_ranks;                 /* devices that share the KV heads; 0 or 1: one */
   int32_t n_pages;                 /* N; a page holds P tokens of every layer */
   enum kv_codec codec;
 };
@@ -87,6 +96,9 @@ struct backend_stats {
 };
 
 struct kv_copy { int32_t from_page, to_page; };
+
+/* Times of one all-reduce of n_bytes (f16), with residual and norm after it, in microseconds inside a captured graph; 0 = not offered. */
+struct backend_collective { int64_t n_bytes; double push_us, bulk_us, library_us, library_alone_us; int32_t chosen; };
 
 /* For calibration: sees the inputs of LINEAR ops as they are before rounding. fn may be called by several threads at once, each with its
  * own tokens; batches of one or two tokens may pass unseen. x: [n_tokens][width], rows first.. of the batch. */
@@ -140,10 +152,22 @@ struct backend_vtable {
 
   /* Between batches; NULL in a backend that cannot. */
   void (*observe)(struct backend_program *program, const struct backend_observer *observer);
+
+  /* For a model over several devices; each may be NULL. choose_devices: ordinals for n ranks, in an order that follows the links.
+   * collectives: what start-up measured, at most `max` rows; returns how many. */
+  enum sits_status (*choose_devices)(int32_t first, int32_t n, int32_t *devices, struct sits_error *err);
+  int32_t (*collectives)(const struct backend_program *program, struct backend_collective *rows, int32_t max);
 };
 
 /* "cpu", "cuda", or "auto" (the best that works here). NULL when this build has no such backend. */
 const struct backend_vtable *backend_find(const char *name);
+
+/* The same contract over n_ranks devices of one kind, a thread each (ranks.c): open takes options.n_ranks, compile the list that
+ * program_for_ranks makes, kv_create the whole model's geometry with n_ranks. NULL: this backend has no such form. */
+const struct backend_vtable *backend_ranks(const struct backend_vtable *one);
+
+/* The KV heads of one rank. */
+struct kv_geometry kv_geometry_of_rank(const struct kv_geometry *whole);
 
 const char *kv_codec_name(enum kv_codec codec);
 

@@ -8,20 +8,27 @@
 static const char *const op_names[PROGRAM_OP_KINDS] = {
     [PROGRAM_EMBED] = "embed",   [PROGRAM_RMSNORM] = "rmsnorm",     [PROGRAM_LINEAR] = "linear",       [PROGRAM_HEAD_NORM] = "head_norm",
     [PROGRAM_ROPE] = "rope",     [PROGRAM_KV_APPEND] = "kv_append", [PROGRAM_ATTENTION] = "attention", [PROGRAM_SWIGLU] = "swiglu",
-    [PROGRAM_ADD] = "add",       [PROGRAM_SELECT_ROWS] = "select_rows"};
+    [PROGRAM_ADD] = "add",       [PROGRAM_SELECT_ROWS] = "select_rows",
+    [PROGRAM_ALL_REDUCE] = "all_reduce", [PROGRAM_ALL_GATHER] = "all_gather"};
 
 static const struct { uint32_t bit; const char *name; } fusion_names[] = {
     {PROGRAM_FUSE_NORM, "norm"}, {PROGRAM_FUSE_ADD_NORM, "add_norm"}, {PROGRAM_FUSE_ROPE, "rope"}, {PROGRAM_FUSE_QKV, "qkv"},
-    {PROGRAM_FUSE_SWIGLU, "swiglu"}, {PROGRAM_FUSE_ADD, "add"}, {PROGRAM_FUSE_GROUP, "group"}, {PROGRAM_MOVE_SELECT, "moved"}};
+    {PROGRAM_FUSE_SWIGLU, "swiglu"}, {PROGRAM_FUSE_ADD, "add"}, {PROGRAM_FUSE_GROUP, "group"}, {PROGRAM_MOVE_SELECT, "moved"},
+    {PROGRAM_FUSE_REDUCE, "reduce"}};
 
 const char *program_op_name(enum program_op_kind kind) { return op_names[kind]; }
 
 void program_destroy(struct program *program)
 {
-  if (program == NULL) return;
-  mem_free(program->buffers);
-  mem_free(program->ops);
-  mem_free(program);
+  while (program != NULL) {
+    struct program *next = program->next_rank;
+    if (program->arena != NULL) arena_fini(program->arena);
+    mem_free(program->arena);
+    mem_free(program->buffers);
+    mem_free(program->ops);
+    mem_free(program);
+    program = next;
+  }
 }
 
 /* What an op of this kind and fusion reads and writes; widths of 0 mean that there is no such operand. */
@@ -61,6 +68,7 @@ static bool linear_shape(const struct program *p, const struct program_op *op, i
   shape->in[0] = (int32_t)x;
   const int n_epilogues = !!(op->fused & PROGRAM_FUSE_QKV) + !!(op->fused & PROGRAM_FUSE_SWIGLU) + !!(op->fused & PROGRAM_FUSE_ADD);
   if (n_epilogues > 1) return false;
+  if ((op->fused & PROGRAM_FUSE_REDUCE) && (op->n_parts != 1 || (n_epilogues == 1 && !(op->fused & PROGRAM_FUSE_ADD)))) return false;
   if (op->fused & PROGRAM_FUSE_QKV) {
     shape->out[0] = (int32_t)q;
     return op->n_parts == 3 && part_rows(op, 0) == q && part_rows(op, 1) == kv && part_rows(op, 2) == kv && op->layer >= 0 &&
@@ -114,8 +122,12 @@ static bool op_shape(const struct program *p, const struct program_op *op, int64
     shape->in[0] = shape->in[1] = shape->out[0] = (int32_t)x;
     if (op->fused & PROGRAM_FUSE_ADD_NORM) shape->out[1] = (int32_t)x;
     return !(op->fused & PROGRAM_FUSE_ADD_NORM) || is_vector(op->gain, x);
-  case PROGRAM_SELECT_ROWS:
+  case PROGRAM_SELECT_ROWS: case PROGRAM_ALL_REDUCE:
     shape->in[0] = shape->out[0] = (int32_t)x;
+    return true;
+  case PROGRAM_ALL_GATHER:
+    shape->in[0] = (int32_t)x;
+    shape->out[0] = (int32_t)x * program_n_ranks(p);
     return true;
   case PROGRAM_OP_KINDS: break;
   }
@@ -160,7 +172,7 @@ enum sits_status program_check(const struct program *p, struct sits_error *err)
 {
   const struct program_dims *d = &p->dims;
   if (d->n_layers < 1 || d->n_embd < 1 || d->n_heads < 1 || d->n_kv_heads < 1 || d->head_dim < 1 || d->n_vocab < 1 ||
-      d->n_heads % d->n_kv_heads != 0 || d->sliding_window < 0)
+      d->n_heads % d->n_kv_heads != 0 || d->sliding_window < 0 || d->rank < 0 || (d->rank > 0 && d->rank >= d->n_ranks))
     return sits_fail(err, SITS_INVALID_ARGUMENT, "program: bad dimensions");
   if (p->rope.dims < 0 || p->rope.dims % 2 != 0 || p->rope.dims > d->head_dim || (p->rope.dims > 0 && p->rope.inv_freq == NULL))
     return sits_fail(err, SITS_INVALID_ARGUMENT, "program: bad rotary dimensions");

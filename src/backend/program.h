@@ -27,6 +27,12 @@
  *   SWIGLU        g u           y         y = silu(g) * u, silu(g) = g / (1 + exp(-g)); in place on either allowed
  *   ADD           a b           y         y = a + b; in place on a or b allowed            [ADD_NORM: out y and z = RMSNORM(y, gain)]
  *   SELECT_ROWS   x             y         y[r] = x[row_token[r]]: from T rows to R rows
+ *   ALL_REDUCE    x             y         y = sum of x over all ranks, in rank order; the same bits on every rank
+ *                                         [REDUCE on LINEAR: y_0 = sum over ranks of W_0 x; with ADD y = r + that sum]
+ *   ALL_GATHER    x             y         y = the x of rank 0, of rank 1, ... side by side: n_ranks times as wide
+ *
+ * Ranks: a program cut over n_ranks devices (graph/graph.h, graph_shard) is a list, one program a rank in rank order, linked by next_rank;
+ * all have the same ops, and each rank's H, G and weights are its share. The list is owned by its first program.
  */
 #ifndef SITS_BACKEND_PROGRAM_H
 #define SITS_BACKEND_PROGRAM_H
@@ -34,6 +40,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/arena.h"
 #include "base/buf.h"
 #include "sits2026/status.h"
 #include "sits2026/utd.h"
@@ -44,7 +51,7 @@
 
 enum program_op_kind {
   PROGRAM_EMBED, PROGRAM_RMSNORM, PROGRAM_LINEAR, PROGRAM_HEAD_NORM, PROGRAM_ROPE, PROGRAM_KV_APPEND, PROGRAM_ATTENTION, PROGRAM_SWIGLU,
-  PROGRAM_ADD, PROGRAM_SELECT_ROWS, PROGRAM_OP_KINDS
+  PROGRAM_ADD, PROGRAM_SELECT_ROWS, PROGRAM_ALL_REDUCE, PROGRAM_ALL_GATHER, PROGRAM_OP_KINDS
 };
 
 /* What a backend can do in one op (struct backend_vtable, field fusions), and what was done to an op (struct program_op, field fused). */
@@ -57,6 +64,7 @@ enum program_fusion {
   PROGRAM_FUSE_SWIGLU = 1 << 5,      /* SWIGLU into the grouped LINEAR; needs GROUP */
   PROGRAM_FUSE_ADD = 1 << 6,         /* residual ADD into the LINEAR before it */
   PROGRAM_MOVE_SELECT = 1 << 7,      /* SELECT_ROWS moved up to the last attention, so that the last layer's tail works on R rows only */
+  PROGRAM_FUSE_REDUCE = 1 << 8,      /* ALL_REDUCE into the LINEAR before it */
 };
 
 enum program_rope_style {
@@ -76,6 +84,7 @@ struct program_dims {
   int32_t max_context;               /* positions the model was made for */
   int32_t sliding_window;            /* tokens a query sees, itself included; 0 = all */
   float rms_eps;
+  int32_t rank, n_ranks;             /* whose share; n_ranks 0 or 1: the whole. H and G are the rank's, E, F and V the model's */
 };
 
 struct program_buffer {
@@ -101,7 +110,7 @@ struct program_op {
   const struct sits_utd *q_gain, *k_gain; /* [D] LINEAR with QKV, ROPE with ROPE; NULL where the model has none */
 };
 
-enum { PROGRAM_FUSIONS = 8 };        /* bits of enum program_fusion */
+enum { PROGRAM_FUSIONS = 9 };        /* bits of enum program_fusion */
 
 /* What the stitcher did with one kind of fusion. */
 struct program_choice { int32_t n_possible, n_taken; double saved_ns; /* by those taken, estimated; 0 where nothing was weighed */ };
@@ -115,7 +124,14 @@ struct program {
   int32_t logits;                    /* buffer [R][V] that holds the result */
   struct program_choice choices[PROGRAM_FUSIONS]; /* by bit number; for plans */
   int32_t weighed_tokens;            /* of the step that saved_ns is of; 0: nothing was weighed */
+  struct arena *arena;               /* owned: the rank's descriptors and copied columns; NULL for a whole program */
+  struct program *next_rank;         /* owned */
 };
+
+static inline int32_t program_n_ranks(const struct program *program)
+{
+  return program->dims.n_ranks > 1 ? program->dims.n_ranks : 1;
+}
 
 void program_destroy(struct program *program);
 

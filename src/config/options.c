@@ -31,6 +31,13 @@ const struct option_spec options_table[] = {
     INT("threads", threads, "0", 0, 1024, "threads", "Device", "CPU worker threads. 0: one per core that this process may use."),
     FLT("gpu-memory-utilization", gpu_memory_utilization, "0.9", 0.05, 0.99, "fraction", "Device",
         "Share of the GPU's memory for weights, KV cache and workspaces together."),
+    INT("tensor-parallel-size", tensor_parallel_size, "1", 1, 8, "devices", "Device",
+        "Devices of this machine that share the model: each holds a part of every layer's heads and channels. The sizes of the model "
+        "must divide by it. On a CPU it only splits the threads, for comparison."),
+    STR("tensor-parallel-devices", tensor_parallel_devices, "Device",
+        "Which GPUs, comma-separated, one for each rank; one may be named twice. Default: the first ones, ordered by their links."),
+    FLT("collective-timeout-s", collective_timeout_s, "5", 0.1, 600, "s", "Device",
+        "Devices that share a model wait so long for each other; then the model is out of service and its requests end."),
 
     ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|int8|int4|fp4", "KV cache",
          "How keys and values are stored. auto: what a file of sits2026-compile asks for, else f16. int4 and fp4 take about 0.3 of "

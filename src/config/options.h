@@ -16,6 +16,9 @@ struct options {
   const char *isa;                  /* auto|scalar|avx2|avx512 */
   int64_t threads;                  /* 0: one per core */
   double gpu_memory_utilization;
+  int64_t tensor_parallel_size;     /* devices that the model is cut over */
+  const char *tensor_parallel_devices; /* ordinals, comma-separated; NULL: chosen */
+  double collective_timeout_s;
   /* KV cache */
   const char *kv_cache_dtype;       /* auto|f16|int8|int4|fp4 */
   int64_t kv_cache_memory;          /* bytes, 0: sized from what is free */

@@ -1,6 +1,7 @@
 /* See service.h. */
 #include "daemon/service.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/clock.h"
@@ -151,6 +152,26 @@ static enum sits_status load_template(struct service *service, const struct sour
 
 /* ---- loading ---- */
 
+/* "0,1" -> one ordinal for each rank. */
+static enum sits_status read_devices(const struct options *o, struct instance_options *out, struct sits_error *err)
+{
+  const char *at = o->tensor_parallel_devices;
+  out->n_ranks = (int32_t)o->tensor_parallel_size;
+  out->collective_timeout_ms = (int32_t)(o->collective_timeout_s * 1000);
+  if (at == NULL) return SITS_OK;
+  for (int32_t r = 0; r < out->n_ranks; r++) {
+    char *end;
+    const long n = strtol(at, &end, 10);
+    if (end == at || n < 0 || n > 255 || *end != (r + 1 < out->n_ranks ? ',' : '\0'))
+      return sits_fail_param(err, SITS_CONFIG, "tensor-parallel-devices",
+                             "tensor-parallel-devices: '%.64s' does not name %d devices", o->tensor_parallel_devices, (int)out->n_ranks);
+    out->devices[r] = (int32_t)n;
+    at = end + 1;
+  }
+  out->has_devices = true;
+  return SITS_OK;
+}
+
 static enum sits_status open_instance(struct service *service, struct sits_error *err)
 {
   const struct options *o = service->options;
@@ -175,7 +196,8 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .max_waiting_tokens = o->max_queued_tokens,
                                      .on_events = api_on_events,
                                      .events_user = service->api};
-  return instance_open(&options, &service->instance, err);
+  const enum sits_status status = read_devices(o, &options, err);
+  return status ? status : instance_open(&options, &service->instance, err);
 }
 
 /* Names: --served-model-name's comma-separated list, or the last part of the path without ".gguf". */

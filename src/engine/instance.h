@@ -21,6 +21,10 @@ struct instance_options {
   const char *model_path;
   const char *device;               /* "auto", "cpu", "cuda"; NULL = auto */
   int32_t device_ordinal;
+  int32_t n_ranks;                  /* devices the model is cut over; 0, 1 = one */
+  int32_t devices[BACKEND_MAX_RANKS]; /* of the ranks, where has_devices */
+  bool has_devices;
+  int32_t collective_timeout_ms;    /* 0 = the backend's choice */
   int32_t n_threads;                /* 0 = one per core */
   const char *isa;                  /* NULL = auto */
   int32_t max_model_len;            /* 0 = the model's own, capped by what the page memory holds */

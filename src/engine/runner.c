@@ -24,17 +24,24 @@ static enum sits_status open_backend(struct runner *runner, const struct runner_
   runner->vtable = backend_find(device);
   if (!runner->vtable)
     return sits_fail_param(err, SITS_UNSUPPORTED, "device", "device '%.32s' is not in this build or not on this machine", device);
+  if (options->backend.n_ranks > 1) {
+    runner->vtable = backend_ranks(runner->vtable);
+    if (!runner->vtable)
+      return sits_fail_param(err, SITS_UNSUPPORTED, "tensor-parallel-size", "the %.32s backend runs on one device only", device);
+  }
   return runner->vtable->open(&options->backend, &runner->backend, err);
 }
 
 static enum sits_status compile(struct runner *runner, const struct runner_options *options, struct sits_error *err)
 {
-  enum sits_status status = options->unfused ? program_from_model_with(runner->model, 0, &runner->program, err)
-                                             : program_from_model(runner->model, runner->vtable, &runner->program, err);
+  const uint32_t fusions = options->unfused ? 0 : runner->vtable->fusions;
+  const struct backend_costs *costs = options->unfused || runner->vtable->costs.tokens <= 0 ? NULL : &runner->vtable->costs;
+  enum sits_status status = program_for_ranks(runner->model, fusions, costs, options->backend.n_ranks, &runner->program, err);
   if (status) return status;
   const struct model_config *config = &runner->model->config;
   runner->geometry = (struct kv_geometry){
-      .n_layers = config->n_layers, .n_kv_heads = config->n_kv_heads, .head_dim = config->head_dim, .codec = runner->codec};
+      .n_layers = config->n_layers, .n_kv_heads = config->n_kv_heads, .head_dim = config->head_dim, .codec = runner->codec,
+      .n_ranks = options->backend.n_ranks};
   runner->page_bytes = runner->vtable->kv_page_bytes(&runner->geometry);
   if (runner->page_bytes == 0)
     return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "the %s backend does not store this model's cache as %s",

@@ -179,6 +179,17 @@ graph_value graph_select_rows(struct graph *graph, graph_value x)
   return result(append(graph, PROGRAM_SELECT_ROWS, "x_rows", x, -1, width_of(graph, x)));
 }
 
+graph_value graph_all_reduce(struct graph *graph, graph_value x)
+{
+  return result(append(graph, PROGRAM_ALL_REDUCE, "summed", x, -1, width_of(graph, x)));
+}
+
+graph_value graph_all_gather(struct graph *graph, graph_value x)
+{
+  const int32_t n = graph->dims.n_ranks > 1 ? graph->dims.n_ranks : 1;
+  return result(append(graph, PROGRAM_ALL_GATHER, "gathered", x, -1, width_of(graph, x) * n));
+}
+
 void graph_output(struct graph *graph, graph_value logits)
 {
   if (graph->status == SITS_OK && (width_of(graph, logits) != graph->dims.n_vocab || !graph->values[logits].is_rows))

@@ -21,6 +21,7 @@
 
 #include "backend/backend.h"
 #include "backend/program.h"
+#include "base/arena.h"
 #include "sits2026/status.h"
 #include "sits2026/utd.h"
 
@@ -49,7 +50,15 @@ graph_value graph_attention(struct graph *graph, graph_value q, graph_value cach
 graph_value graph_swiglu(struct graph *graph, graph_value gate, graph_value up);
 graph_value graph_add(struct graph *graph, graph_value a, graph_value b);
 graph_value graph_select_rows(struct graph *graph, graph_value x);                                    /* [R][width] */
+graph_value graph_all_reduce(struct graph *graph, graph_value x);                                     /* sum over ranks */
+graph_value graph_all_gather(struct graph *graph, graph_value x);                                     /* [.][n_ranks * width] */
 void graph_output(struct graph *graph, graph_value logits);                                           /* the graph's result */
+
+/* One rank's share of a graph that was described whole: the weights cut, the collectives added (graph_shard.c says how). The new graph
+ * borrows from the same weights; what has to be copied or described anew lies in `arena`, which must live as long. Sizes that do not
+ * divide are refused with parameter tensor-parallel-size, naming the size or the tensor. */
+enum sits_status graph_shard(const struct graph *whole, int32_t rank, int32_t n_ranks, struct arena *arena, struct graph **out,
+                             struct sits_error *err) SITS_MUST_CHECK;
 
 /* fusions: program_fusion bits that may be used. costs: what they are weighed by; NULL: all are taken wherever they fit. */
 enum sits_status graph_stitch(const struct graph *graph, uint32_t fusions, const struct backend_costs *costs, struct program **out,

@@ -1,9 +1,9 @@
 /* graph_stitch: from an op graph to a program, fused as far as the backend offers. Entry point: graph_stitch.
  *
  * Order of the passes (each a function below; graph_weigh has its own file): move_select, graph_weigh, group_linears, fuse_rope, fuse_qkv,
- * fuse_swiglu, fuse_add, fuse_norm, fuse_add_norm, emit. A fused node takes the place of the last node that it absorbs, so all its inputs
- * exist there. To add a fusion: a bit in enum program_fusion, a row in backend/program.h's table, a check in program_check, and one pass
- * here. */
+ * fuse_swiglu, fuse_reduce, fuse_add, fuse_norm, fuse_add_norm, emit. A fused node takes the place of the last node that it absorbs, so all
+ * its inputs exist there. To add a fusion: a bit in enum program_fusion, a row in backend/program.h's table, a check in program_check, and
+ * one pass here. */
 #include <stddef.h>
 #include <string.h>
 
@@ -51,7 +51,8 @@ static int32_t sole_producer(const struct graph *g, graph_value value, enum prog
 
 static bool is_row_wise(enum program_op_kind kind)
 {
-  return kind == PROGRAM_RMSNORM || kind == PROGRAM_LINEAR || kind == PROGRAM_HEAD_NORM || kind == PROGRAM_SWIGLU || kind == PROGRAM_ADD;
+  return kind == PROGRAM_RMSNORM || kind == PROGRAM_LINEAR || kind == PROGRAM_HEAD_NORM || kind == PROGRAM_SWIGLU ||
+         kind == PROGRAM_ADD || kind == PROGRAM_ALL_REDUCE;
 }
 
 /* Mark the row-wise nodes that only feed the select: a node joins when all its readers have. */
@@ -241,6 +242,22 @@ static void fuse_swiglu(struct graph *g)
   }
 }
 
+static void fuse_reduce(struct graph *g)
+{
+  for (int32_t i = 0; i < g->n_nodes; i++) {
+    struct graph_node *reduce = &g->nodes[i];
+    if (!is_plain(reduce, PROGRAM_ALL_REDUCE)) continue;
+    const int32_t from = sole_producer(g, reduce->in[0], PROGRAM_LINEAR);
+    if (from < 0 || g->nodes[from].n_parts != 1 || g->nodes[from].fused != 0 ||
+        !graph_take(g, PROGRAM_FUSE_REDUCE, reduce, graph_saved(g, reduce->in[0], 2))) continue;
+    struct graph_node fused = g->nodes[from];
+    fused.fused = PROGRAM_FUSE_REDUCE;
+    fused.out[0] = reduce->out[0];
+    g->nodes[from].is_dead = true;
+    *reduce = fused;
+  }
+}
+
 static void fuse_add(struct graph *g)
 {
   for (int32_t i = 0; i < g->n_nodes; i++) {
@@ -248,7 +265,7 @@ static void fuse_add(struct graph *g)
     if (!is_plain(add, PROGRAM_ADD)) continue;
     for (int side = 1; side >= 0; side--) {
       const int32_t from = sole_producer(g, add->in[side], PROGRAM_LINEAR);
-      if (from < 0 || g->nodes[from].n_parts != 1 || g->nodes[from].fused != 0 ||
+      if (from < 0 || g->nodes[from].n_parts != 1 || (g->nodes[from].fused & ~(uint32_t)PROGRAM_FUSE_REDUCE) ||
           !graph_take(g, PROGRAM_FUSE_ADD, add, graph_saved(g, add->out[0], 2))) continue;
       struct graph_node fused = g->nodes[from];
       fused.fused |= PROGRAM_FUSE_ADD;
@@ -411,6 +428,7 @@ enum sits_status graph_stitch(const struct graph *graph, uint32_t fusions, const
     if (fusions & PROGRAM_FUSE_ROPE) fuse_rope(&g);
     if (fusions & PROGRAM_FUSE_QKV) fuse_qkv(&g);
     if (fusions & PROGRAM_FUSE_SWIGLU) fuse_swiglu(&g);
+    if (fusions & PROGRAM_FUSE_REDUCE) fuse_reduce(&g);
     if (fusions & PROGRAM_FUSE_ADD) fuse_add(&g);
     if (fusions & PROGRAM_FUSE_NORM) fuse_norm(&g);
     if (fusions & PROGRAM_FUSE_ADD_NORM) fuse_add_norm(&g);

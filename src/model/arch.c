@@ -1,6 +1,9 @@
-/* The llama family, layer by layer. Entry points: arch_build, program_from_model. Llama, Mistral (sliding window), Qwen2 (q, k, v biases)
- * and Qwen3 (q and k norms) differ only in what the loader found: absent biases and gains are NULL and their ops vanish. */
+/* The llama family, layer by layer. Entry points: arch_build, program_from_model, program_for_ranks. Llama, Mistral (sliding window),
+ * Qwen2 (q, k, v biases) and Qwen3 (q and k norms) differ only in what the loader found: absent biases and gains are NULL and their ops
+ * vanish. */
 #include "model/arch.h"
+
+#include "base/mem.h"
 
 /* x: [T][E] residual stream. */
 static graph_value arch_layer(struct graph *g, const struct model_layer *w, graph_value x)
@@ -37,8 +40,7 @@ void arch_build(const struct model *model, struct graph *g)
   graph_output(g, graph_linear(g, h, model->output, NULL, "logits"));            /* [R][V] */
 }
 
-static enum sits_status stitch_model(const struct model *model, uint32_t fusions, const struct backend_costs *costs, struct program **out,
-                                     struct sits_error *err)
+static enum sits_status graph_of(const struct model *model, struct graph **out, struct sits_error *err)
 {
   const struct model_config *c = &model->config;
   const struct program_dims dims = {
@@ -47,13 +49,60 @@ static enum sits_status stitch_model(const struct model *model, uint32_t fusions
   const struct program_rope rope = {
       .style = c->rope_style == ROPE_INTERLEAVED ? PROGRAM_ROPE_INTERLEAVED : PROGRAM_ROPE_HALF_SPLIT,
       .dims = c->rope_dims, .inv_freq = model->rope_inv_freq, .magnitude = model->rope_magnitude};
+  const enum sits_status status = graph_create(&dims, &rope, out, err);
+  if (status == SITS_OK) arch_build(model, *out);
+  return status;
+}
+
+static enum sits_status stitch_model(const struct model *model, uint32_t fusions, const struct backend_costs *costs, struct program **out,
+                                     struct sits_error *err)
+{
   struct graph *graph = NULL;
-  enum sits_status status = graph_create(&dims, &rope, &graph, err);
+  enum sits_status status = graph_of(model, &graph, err);
   if (status != SITS_OK) return status;
-  arch_build(model, graph);
   status = graph_stitch(graph, fusions, costs, out, err);
   graph_destroy(graph);
   return status;
+}
+
+/* One rank's program, with the arena that holds its shares of weights. */
+static enum sits_status program_of_rank(const struct graph *whole, uint32_t fusions, const struct backend_costs *costs, int32_t rank,
+                                        int32_t n_ranks, struct program **out, struct sits_error *err)
+{
+  struct graph *share = NULL;
+  struct arena *arena = mem_alloc(sizeof *arena);
+  if (arena == NULL) return sits_fail(err, SITS_NOMEM, "graph: out of memory");
+  arena_init(arena, 0);
+  enum sits_status status = graph_shard(whole, rank, n_ranks, arena, &share, err);
+  if (status == SITS_OK) status = graph_stitch(share, fusions, costs, out, err);
+  graph_destroy(share);
+  if (status == SITS_OK) {
+    (*out)->arena = arena;
+    return SITS_OK;
+  }
+  arena_fini(arena);
+  mem_free(arena);
+  return status;
+}
+
+enum sits_status program_for_ranks(const struct model *model, uint32_t fusions, const struct backend_costs *costs, int32_t n_ranks,
+                                   struct program **out, struct sits_error *err)
+{
+  if (n_ranks <= 1) return stitch_model(model, fusions, costs, out, err);
+  struct graph *whole = NULL;
+  struct program *first = NULL, **last = &first;
+  enum sits_status status = graph_of(model, &whole, err);
+  for (int32_t r = 0; r < n_ranks && status == SITS_OK; r++) {
+    status = program_of_rank(whole, fusions, costs, r, n_ranks, last, err);
+    if (status == SITS_OK) last = &(*last)->next_rank;
+  }
+  graph_destroy(whole);
+  if (status != SITS_OK) {
+    program_destroy(first);
+    return status;
+  }
+  *out = first;
+  return SITS_OK;
 }
 
 enum sits_status program_from_model(const struct model *model, const struct backend_vtable *backend, struct program **out,

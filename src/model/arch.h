@@ -19,7 +19,12 @@ void arch_build(const struct model *model, struct graph *graph);
 enum sits_status program_from_model_with(const struct model *model, uint32_t fusions, struct program **out, struct sits_error *err)
     SITS_MUST_CHECK;
 
-/* The same for a backend: what it offers, where it saves time by its costs. */
+/* The same cut over n_ranks devices: a list of programs, one a rank (backend/program.h). n_ranks <= 1: the whole. costs: what fusions are
+ * weighed by, or NULL. */
+enum sits_status program_for_ranks(const struct model *model, uint32_t fusions, const struct backend_costs *costs, int32_t n_ranks,
+                                   struct program **out, struct sits_error *err) SITS_MUST_CHECK;
+
+/* The whole for a backend: what it offers, where it saves time by its costs. */
 enum sits_status program_from_model(const struct model *model, const struct backend_vtable *backend, struct program **out,
                                     struct sits_error *err) SITS_MUST_CHECK;
 

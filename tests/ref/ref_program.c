@@ -129,6 +129,7 @@ static void step_op(struct ref_sequence *s, int32_t index, int32_t token)
     for (int32_t i = 0; i < width; i++) out[0][i] = in[0][i] + in[1][i];
     break;
   case PROGRAM_SELECT_ROWS: memcpy(out[0], in[0], (size_t)width * sizeof(double)); break;
+  case PROGRAM_ALL_REDUCE: case PROGRAM_ALL_GATHER: /* whole programs have none */
   case PROGRAM_OP_KINDS: abort();
   }
 }

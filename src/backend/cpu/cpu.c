@@ -28,6 +28,7 @@ static enum sits_status cpu_open(const struct backend_options *options, struct b
   backend->options = *options;
   backend->options.isa = NULL; /* borrowed, and used here only */
   backend->n_threads = options->n_threads > 0 ? options->n_threads : cpu_pool_default_threads();
+  if (options->group != NULL) backend->n_threads = backend->n_threads / options->n_ranks > 0 ? backend->n_threads / options->n_ranks : 1;
   enum sits_status status = cpu_isa_choose(options->isa, &backend->isa, err);
   if (status == SITS_OK) status = cpu_pool_create(backend->n_threads, &backend->pool, err);
   if (status != SITS_OK) {
@@ -112,6 +113,7 @@ static enum sits_status cpu_submit(struct backend_program *p, struct backend_kv 
   p->batch.in = NULL;
   p->n_rows_done = batch->n_rows;
   p->compute_us = clock_monotonic_us() - start_us;
+  if (atomic_load(&p->has_lost_rank)) return SITS_DEVICE;
   p->has_result = true;
   return SITS_OK;
 }

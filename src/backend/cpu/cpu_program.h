@@ -145,6 +145,7 @@ struct backend_program {
   int64_t compute_us;                /* of the last run */
   int32_t n_rows_done;
   bool has_result;
+  _Atomic bool has_lost_rank;        /* a collective was given up: the results since then mean nothing */
 };
 
 enum sits_status cpu_compile(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err)
@@ -163,6 +164,8 @@ void cpu_phase_item(struct backend_program *p, const struct cpu_phase *phase, in
 /* LINEAR. prepare: normalise and quantise CPU_TOKENS_PER_ITEM tokens for all; item: one range of rows. */
 void cpu_linear_prepare(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker);
 void cpu_linear_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker, uint32_t tag);
+/* ALL_REDUCE, ALL_GATHER: one item each; meets the other ranks twice. */
+void cpu_collective(struct backend_program *p, const struct cpu_step *step);
 int32_t cpu_attention_items(const struct backend_program *p);
 void cpu_attention_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker);
 void cpu_attention_plan(struct backend_program *p); /* [submit] blocks and split of the batch */

@@ -150,6 +150,7 @@ int32_t cpu_phase_items(const struct backend_program *p, const struct cpu_phase 
     if (phase->kind == CPU_PHASE_PREPARE) return n <= CPU_PRIVATE_TOKENS ? 0 : n_spans;
     return step->n_ranges;
   case PROGRAM_ATTENTION: return cpu_attention_items(p);
+  case PROGRAM_ALL_REDUCE: case PROGRAM_ALL_GATHER: return 1;
   default: return n_spans;
   }
 }
@@ -179,6 +180,7 @@ void cpu_phase_item(struct backend_program *p, const struct cpu_phase *phase, in
   case PROGRAM_SWIGLU: run_swiglu(p, step, span_of(p, step, item)); break;
   case PROGRAM_ADD: run_add(p, step, span_of(p, step, item)); break;
   case PROGRAM_SELECT_ROWS: run_select(p, step, span_of(p, step, item)); break;
+  case PROGRAM_ALL_REDUCE: case PROGRAM_ALL_GATHER: cpu_collective(p, step); break;
   case PROGRAM_KV_APPEND: case PROGRAM_OP_KINDS: break;
   }
 }

@@ -62,6 +62,8 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
 {
   if (options->max_batch_tokens < 1 || options->max_seqs < 1)
     return sits_fail(err, SITS_INVALID_ARGUMENT, "cuda: max_batch_tokens and max_seqs must be positive");
+  if (options->group != NULL)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "tensor-parallel-size", "cuda: models over several devices are not supported");
   struct cudaDeviceProp prop;
   if (!cuda_is_usable() || cudaSetDevice(options->device) != cudaSuccess ||
       cudaGetDeviceProperties(&prop, options->device) != cudaSuccess)

@@ -19,8 +19,8 @@
 
 struct throughput_options {
   const char *model, *device, *isa, *recipe, *kv_cache_dtype, *prefill, *batch, *json;
-  int64_t threads, context, steps, repeat, prompts, max_batch_tokens;
-  bool unfused, print_plan, sample, no_graphs;
+  int64_t threads, tensor_parallel_size, context, steps, repeat, prompts, max_batch_tokens;
+  bool unfused, print_plan, sample, no_graphs, one_device;
 };
 
 #define AT(field) offsetof(struct throughput_options, field)
@@ -32,6 +32,8 @@ static const struct option_spec specs[] = {
     {"sample", OPTION_BOOL, AT(sample), "false", 0, 0, "", 0, NULL, "Options", "Draw tokens on the device, greedy."},
     {"no-graphs", OPTION_BOOL, AT(no_graphs), "false", 0, 0, "", 0, NULL, "Options", "Launch kernels one by one (CUDA)."},
     {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
+    {"tensor-parallel-size", OPTION_INT, AT(tensor_parallel_size), "1", 1, 8, "devices", 0, NULL, "Options", "Devices that share it."},
+    {"one-device", OPTION_BOOL, AT(one_device), "false", 0, 0, "", 0, NULL, "Options", "All of them are device 0, for comparison."},
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4", "Options", "Cache codec."},
     {"prefill", OPTION_STRING, AT(prefill), "512", 0, 0, "", 0, NULL, "Options", "Prompt lengths, comma separated; none: \"\"."},
     {"batch", OPTION_STRING, AT(batch), "1,8", 0, 0, "", 0, NULL, "Options", "Decode batch sizes, comma separated; none: \"\"."},
@@ -252,7 +254,8 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   struct runner_options open = {
       .model_path = options->model, .device = options->device, .kv_codec = options->kv_cache_dtype, .unfused = options->unfused,
       .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .recipe = options->recipe,
-          .no_graphs = options->no_graphs, .max_batch_tokens = (int32_t)most_tokens,
+          .no_graphs = options->no_graphs, .n_ranks = (int32_t)options->tensor_parallel_size, .has_devices = options->one_device,
+          .max_batch_tokens = (int32_t)most_tokens,
                   .max_seqs = (int32_t)most_seqs}};
   int status = 1;
   if (runner_open(&runner, &open, &err) || runner_kv_create(&runner, (int32_t)most_seqs * pages_per_seq, &err)) {

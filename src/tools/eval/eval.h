@@ -17,8 +17,8 @@
 struct eval_options {
   const char *model, *models, *text, *ids, *prompts, *tasks, *out, *calibration;
   const char *device, *isa, *kv_cache_dtype;
-  int64_t threads, ctx, windows, skip_windows, batch_tokens, top, max_tokens, calibration_windows;
-  bool json, unfused, add_special, parse_special, ignore_eos;
+  int64_t threads, tensor_parallel_size, ctx, windows, skip_windows, batch_tokens, top, max_tokens, calibration_windows;
+  bool json, unfused, one_device, add_special, parse_special, ignore_eos;
 };
 
 struct eval_piece {                  /* tokens that one sequence goes on by in one step */

@@ -38,6 +38,8 @@ static const struct option_spec specs[] = {
     ENUM("device", device, "auto", "auto|cpu|cuda", "Where the model runs."),
     ENUM("isa", isa, "auto", "auto|scalar|avx2|avx512", "CPU instruction set."),
     INT("threads", threads, "0", 0, 1024, "threads", "CPU worker threads. 0: one per core."),
+    INT("tensor-parallel-size", tensor_parallel_size, "1", 1, 8, "devices", "Devices that share the model."),
+    BOOL("one-device", one_device, "All of them are device 0, for comparison."),
     ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|f32|int8|int4|fp4", "How keys and values are stored."),
 };
 

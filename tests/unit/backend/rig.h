@@ -21,7 +21,8 @@
 #include "model/arch.h"
 #include "model/model.h"
 
-struct rig_options { const char *isa; int32_t n_threads, max_batch_tokens, max_seqs, n_pages; uint32_t fusions; enum kv_codec codec; };
+struct rig_options { const char *isa; int32_t n_threads, max_batch_tokens, max_seqs, n_pages; uint32_t fusions; enum kv_codec codec;
+  int32_t n_ranks, timeout_ms; };
 
 struct rig {
   const struct backend_vtable *vt;
@@ -63,14 +64,17 @@ static inline const char *rig_real_model(void)
 static struct rig rig_attach(struct model *model, const struct rig_options *o)
 {
   struct rig rig = {.vt = backend_find("cpu"), .model = model, .n_pages = o->n_pages};
+  if (o->n_ranks > 1) rig.vt = backend_ranks(rig.vt);
   struct sits_error err = {0};
-  RIG_OK(program_from_model_with(rig.model, o->fusions & rig.vt->fusions, &rig.program, &err), err);
+  RIG_OK(program_for_ranks(rig.model, o->fusions & rig.vt->fusions, NULL, o->n_ranks, &rig.program, &err), err);
   const struct backend_options options = {
-      .n_threads = o->n_threads, .max_batch_tokens = o->max_batch_tokens, .max_seqs = o->max_seqs, .isa = o->isa};
+      .n_threads = o->n_threads, .max_batch_tokens = o->max_batch_tokens, .max_seqs = o->max_seqs, .isa = o->isa,
+      .n_ranks = o->n_ranks, .collective_timeout_ms = o->timeout_ms};
   RIG_OK(rig.vt->open(&options, &rig.backend, &err), err);
   RIG_OK(rig.vt->compile(rig.backend, rig.program, &rig.compiled, &err), err);
   const struct kv_geometry geometry = {.n_layers = rig.model->config.n_layers, .n_kv_heads = rig.model->config.n_kv_heads,
-                                       .head_dim = rig.model->config.head_dim, .n_pages = o->n_pages, .codec = o->codec};
+                                       .head_dim = rig.model->config.head_dim, .n_pages = o->n_pages, .codec = o->codec,
+                                       .n_ranks = o->n_ranks};
   RIG_OK(rig.vt->kv_create(rig.backend, &geometry, &rig.kv, &err), err);
   return rig;
 }

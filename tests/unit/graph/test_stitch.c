@@ -15,7 +15,8 @@
 enum { L = 3, E = 32, H = 4, G = 2, D = 8, F = 48, V = 40 };
 
 static const float inv_freq[D / 2] = {1, 0.1f, 0.01f, 0.001f};
-static const struct program_dims dims = {L, E, H, G, D, F, V, 128, 0, 1e-5f};
+static const struct program_dims dims = {.n_layers = L, .n_embd = E, .n_heads = H, .n_kv_heads = G, .head_dim = D, .n_ff = F,
+                                         .n_vocab = V, .max_context = 128, .rms_eps = 1e-5f};
 static const struct program_rope rope = {PROGRAM_ROPE_HALF_SPLIT, D, inv_freq, 1};
 
 #define MATRIX(n, k) {.name = #n "x" #k, .dtype = SITS_DTYPE_F32, .n_dims = 2, .dims = {n, k}}

@@ -1,0 +1,210 @@
+/* Models cut over several ranks of the CPU backend: logits against the reference backend and against one rank, pages, refusals, and a
+ * rank that hangs. */
+#include "rig.h"
+#include "synth.h"
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "engine/runner.h"
+#include "ref/ref_program.h"
+
+#define P KV_PAGE_TOKENS
+
+static const struct { struct synth_shape shape; int32_t n_ranks; } cases[] = {
+    /* name                           L   E   H  G   D    F   V  window rope interl bias qknorm tied */
+    {{"2 ranks, gqa 2",               2, 64,  4, 2,  16, 96, 50,   0,   0, true,  false, false, true}, 2},
+    {{"2 ranks, bias, one KV head",   2, 64,  4, 1,  16, 64, 50,   0,   0, false, true,  false, false}, 2},
+    {{"4 ranks, 2 KV heads, qk norm", 1, 64,  8, 2,  32, 64, 52,   0,   0, false, true,  true,  false}, 4},
+    {{"3 ranks, window",              2, 96,  9, 3,   8, 48, 51,  17,   0, false, false, false, true}, 3},
+    {{"8 ranks",                      1, 64,  8, 8,  16, 64, 64,   0,   8, true,  false, false, false}, 8},
+};
+
+enum { N_SEQS = 3, MAX_LEN = P + 9 };
+static const int32_t lengths[N_SEQS] = {1, 20, MAX_LEN};
+static int32_t token_at(int32_t seq, int32_t t, int32_t V) { return (seq * 31 + t * 17 + t * t % 7) % V; }
+
+/* All sequences to their ends, at most `piece` tokens of each a step: [seq][t][V]. */
+static void read_all(struct rig *rig, int32_t piece, float *out)
+{
+  const int32_t V = rig->model->config.n_vocab;
+  int32_t ids[N_SEQS][MAX_LEN], tables[N_SEQS][2], done[N_SEQS] = {0};
+  for (int32_t s = 0; s < N_SEQS; s++) {
+    for (int32_t t = 0; t < lengths[s]; t++) ids[s][t] = token_at(s, t, V);
+    for (int32_t i = 0; i < 2; i++) tables[s][i] = i * N_SEQS + (s + i) % N_SEQS;
+  }
+  for (;;) {
+    struct rig_part parts[N_SEQS];
+    int32_t seqs[N_SEQS], n_parts = 0, row = 0;
+    for (int32_t s = 0; s < N_SEQS; s++) {
+      const int32_t left = lengths[s] - done[s], n = left < piece ? left : piece;
+      if (n == 0) continue;
+      parts[n_parts] = (struct rig_part){ids[s] + done[s], n, done[s], tables[s]};
+      seqs[n_parts++] = s;
+    }
+    if (n_parts == 0) return;
+    const float *logits = rig_step(rig, parts, n_parts, true);
+    for (int32_t i = 0; i < n_parts; i++, done[seqs[i - 1]] += parts[i - 1].n)
+      for (int32_t t = 0; t < parts[i].n; t++, row++)
+        memcpy(out + ((int64_t)seqs[i] * MAX_LEN + parts[i].p0 + t) * V, logits + (int64_t)row * V, (size_t)V * sizeof *out);
+  }
+}
+
+static void test_logits(void **state)
+{
+  (void)state;
+  static const uint32_t fusions[] = {~0u, 0};
+  for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+    struct synth synth;
+    struct sits_error err;
+    struct program *plain = NULL;
+    synth_init(&synth, &cases[c].shape, 99 + c);
+    RIG_OK(program_from_model_with(&synth.model, 0, &plain, &err), err);
+    const int32_t V = plain->dims.n_vocab;
+    float *got = mem_calloc((size_t)N_SEQS * MAX_LEN * (size_t)V, sizeof *got);
+    double *want = mem_calloc((size_t)MAX_LEN * (size_t)V, sizeof *want);
+    assert_true(got != NULL && want != NULL);
+    for (size_t f = 0; f < 2; f++) {
+      struct rig rig = rig_attach(&synth.model, &(struct rig_options){.n_threads = (int32_t)f + 1, .max_batch_tokens = 256, .max_seqs = 256,
+                                  .n_pages = 8, .fusions = fusions[f], .codec = KV_F32, .n_ranks = cases[c].n_ranks, .timeout_ms = 60000});
+      read_all(&rig, f == 0 ? MAX_LEN : 7, got);
+      rig_close(&rig);
+      double worst = 0, scale = 1e-9;
+      for (int32_t s = 0; s < N_SEQS; s++) {
+        struct ref_sequence *sequence = ref_sequence_create(plain, lengths[s], NULL);
+        for (int32_t t = 0; t < lengths[s]; t++) {
+          ref_program_step(sequence, token_at(s, t, V), want);
+          for (int32_t v = 0; v < V; v++) {
+            worst = fmax(worst, fabs(got[((int64_t)s * MAX_LEN + t) * V + v] - want[v]));
+            scale = fmax(scale, fabs(want[v]));
+          }
+        }
+        ref_sequence_destroy(sequence);
+      }
+      if (!(worst / scale <= 2e-6))
+        fail_msg("%s, fusions %x: relative error %.2e", cases[c].shape.name, (unsigned)fusions[f], worst / scale);
+    }
+    mem_free(got);
+    mem_free(want);
+    program_destroy(plain);
+    synth_fini(&synth);
+  }
+}
+
+/* Copies, and pages taken out and brought back, are the same tokens for all ranks. */
+static void test_pages(void **state)
+{
+  (void)state;
+  struct synth synth;
+  synth_init(&synth, &cases[0].shape, 5);
+  struct rig rig = rig_attach(&synth.model, &(struct rig_options){.n_threads = 1, .max_batch_tokens = 128, .max_seqs = 128, .n_pages = 4,
+                              .fusions = ~0u, .codec = KV_F16, .n_ranks = 2, .timeout_ms = 60000});
+  const int32_t V = synth.model.config.n_vocab, ids[12] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12};
+  const int32_t first[1] = {0}, second[1] = {1}, third[1] = {2};
+  const struct kv_geometry geometry = {.n_layers = 2, .n_kv_heads = 2, .head_dim = 16, .codec = KV_F16, .n_ranks = 2};
+  struct kv_geometry one = geometry;
+  one.n_ranks = 1;
+  assert_int_equal(rig.vt->kv_page_bytes(&geometry), backend_find("cpu")->kv_page_bytes(&one));
+  const size_t n = (size_t)rig.vt->kv_page_bytes(&geometry);
+  uint8_t *page = mem_calloc(1, n);
+  float *want = mem_calloc((size_t)V, sizeof *want);
+  assert_true(page != NULL && want != NULL);
+  (void)rig_step(&rig, &(struct rig_part){ids, 11, 0, first}, 1, false);
+  assert_int_equal(rig.vt->kv_copy_pages(rig.kv, &(struct kv_copy){0, 1}, 1), SITS_OK);
+  assert_int_equal(rig.vt->kv_read_page(rig.kv, 1, page), SITS_OK);
+  memcpy(want, rig_step(&rig, &(struct rig_part){ids + 11, 1, 11, first}, 1, false), (size_t)V * sizeof *want);
+  assert_memory_equal(rig_step(&rig, &(struct rig_part){ids + 11, 1, 11, second}, 1, false), want, (size_t)V * sizeof *want);
+  assert_int_equal(rig.vt->kv_write_page(rig.kv, 2, page), SITS_OK);
+  assert_memory_equal(rig_step(&rig, &(struct rig_part){ids + 11, 1, 11, third}, 1, false), want, (size_t)V * sizeof *want);
+  mem_free(page);
+  mem_free(want);
+  rig_close(&rig);
+  synth_fini(&synth);
+}
+
+static void test_refusals(void **state)
+{
+  (void)state;
+  static const struct { struct synth_shape shape; int32_t n_ranks; const char *text; } bad[] = {
+      {{"heads", 1, 48, 3, 3, 16, 64, 50, 0, 0, false, false, false, true}, 2, "3 heads"},
+      {{"kv", 1, 96, 12, 3, 8, 64, 50, 0, 0, false, false, false, true}, 2, "3 KV heads"},
+      {{"ff", 1, 64, 4, 2, 16, 63, 50, 0, 0, false, false, false, true}, 2, "width 63"},
+      {{"vocabulary", 1, 64, 4, 2, 16, 64, 51, 0, 0, false, false, false, true}, 2, "vocabulary of 51"},
+  };
+  for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+    struct synth synth;
+    struct program *program = NULL;
+    struct sits_error err = {0};
+    synth_init(&synth, &bad[i].shape, 1);
+    assert_int_equal(program_for_ranks(&synth.model, 0, NULL, bad[i].n_ranks, &program, &err), SITS_CONFIG);
+    if (strstr(err.text, bad[i].text) == NULL || strstr(err.text, "tensor-parallel-size 2") == NULL) fail_msg("'%s'", err.text);
+    synth_fini(&synth);
+  }
+  const struct backend_options options = {.n_ranks = BACKEND_MAX_RANKS + 1, .max_batch_tokens = 8, .max_seqs = 8};
+  struct backend *backend = NULL;
+  struct sits_error err = {0};
+  assert_int_equal(backend_ranks(backend_find("cpu"))->open(&options, &backend, &err), SITS_CONFIG);
+}
+
+/* A hung rank: the step ends with DEVICE soon after the time allowed, and so does everything after it; closing works. */
+static void test_hung_rank(void **state)
+{
+  (void)state;
+  struct synth synth;
+  synth_init(&synth, &cases[0].shape, 5);
+  log_set_level(LOG_OFF);
+  assert_int_equal(setenv("SITS_RANK_FAULT", "1:2", 1), 0);
+  struct rig rig = rig_attach(&synth.model, &(struct rig_options){.n_threads = 1, .max_batch_tokens = 128, .max_seqs = 128, .n_pages = 4,
+                              .fusions = ~0u, .codec = KV_F16, .n_ranks = 2, .timeout_ms = 300});
+  const int32_t ids[2] = {1, 2}, table[1] = {0}, zero[2] = {0, 1}, position[1] = {1}, len[1] = {2};
+  (void)rig_step(&rig, &(struct rig_part){ids, 1, 0, table}, 1, false);
+  const struct backend_batch batch = {.n_tokens = 1, .n_seqs = 1, .n_rows = 1, .tokens = ids + 1, .positions = position, .seq_start = zero,
+                                      .kv_len = len, .block_table = table, .table_stride = 1, .row_token = zero};
+  const int64_t start_us = clock_monotonic_us();
+  struct backend_result result;
+  enum sits_status status = rig.vt->submit(rig.compiled, rig.kv, &batch);
+  if (status == SITS_OK) status = rig.vt->wait(rig.compiled, &result);
+  assert_int_equal(status, SITS_DEVICE);
+  if (clock_monotonic_us() - start_us > 10000000) fail_msg("it took %lld us", (long long)(clock_monotonic_us() - start_us));
+  assert_int_equal(rig.vt->submit(rig.compiled, rig.kv, &batch), SITS_DEVICE);
+  assert_int_equal(rig.vt->kv_copy_pages(rig.kv, &(struct kv_copy){0, 1}, 1), SITS_DEVICE);
+  assert_int_equal(unsetenv("SITS_RANK_FAULT"), 0);
+  rig_close(&rig);
+  log_set_level(LOG_INFO);
+  synth_fini(&synth);
+}
+
+/* A model file through the runner: greedy ids of one, two and four ranks. */
+static void test_stories(void **state)
+{
+  (void)state;
+  enum { N = 40 };
+  const char *path = rig_shared("models/stories260K/stories260K.gguf");
+  if (access(path, R_OK) != 0) skip();
+  int32_t ids[3][N];
+  for (int32_t turn = 0; turn < 3; turn++) {
+    const struct runner_options options = {.model_path = path, .device = "cpu",
+                                           .backend = {.n_threads = 2, .max_batch_tokens = 64, .max_seqs = 64, .n_ranks = 1 << turn,
+                                                       .collective_timeout_ms = 60000}};
+    struct runner runner;
+    struct sits_error err = {0};
+    RIG_OK(runner_open(&runner, &options, &err), err);
+    RIG_OK(runner_kv_create(&runner, 2, &err), err);
+    struct rig rig = {.vt = runner.vtable, .model = runner.model, .compiled = runner.compiled, .kv = runner.kv};
+    const int32_t table[2] = {1, 0};
+    int32_t token = 1;
+    for (int32_t t = 0; t < N; t++) {
+      token = rig_argmax(rig_step(&rig, &(struct rig_part){&token, 1, t, table}, 1, false), runner.model->config.n_vocab);
+      ids[turn][t] = token;
+    }
+    runner_close(&runner);
+  }
+  assert_memory_equal(ids[1], ids[0], sizeof ids[0]);
+  assert_memory_equal(ids[2], ids[0], sizeof ids[0]);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_logits), cmocka_unit_test(test_pages), cmocka_unit_test(test_refusals),
+                                     cmocka_unit_test(test_hung_rank), cmocka_unit_test(test_stories)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
