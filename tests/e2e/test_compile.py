@@ -96,6 +96,14 @@ def test_four_bits_with_float_activations_are_the_float_model(files, tmp_path):
     assert np.abs(eight - b).mean() > 3 * np.abs(a - b).mean()
 
 
+@needs_smol
+@pytest.mark.parametrize("recipe", ["w16a16", "w4a16", "w4a8"])
+def test_fused_and_plain_ops_agree(recipe, files, tmp_path):
+    """What the stitcher took leaves the logits, which are up to 34, as they are."""
+    fused = logits(files / f"{recipe}.bin", IDS, tmp_path)
+    assert np.abs(fused - logits(files / f"{recipe}.bin", IDS, tmp_path, "--unfused")).max() < 1e-3
+
+
 @needs_stories
 def test_hugging_face_directory(tmp_path):
     """Floats of 16 bits and vectors travel; config, tokenizer and generation config too."""
