@@ -104,6 +104,15 @@ def test_rotation_is_chosen_where_it_pays(outlier, tmp_path):
     assert rotated - want < (plain - want) / 2
 
 
+def test_scales_are_taken_where_they_pay(outlier, tmp_path):
+    """With GPTQ, a model without outliers is better off without scales; one with outliers needs them."""
+    (tmp_path / "r.yaml").write_text("weights: int4\nactivations: int4\ndown-activations: int8\nmethod: gptq\n")
+    for model, want in ((STORIES, "none"), (outlier, "awq")):
+        done = run("opt", model, "-o", tmp_path / "o", "--recipe", tmp_path / "r.yaml", "--rotate", "none", *OPT)
+        assert f"scaling: {want}" in done.stdout
+        assert ("scaling: none" in (tmp_path / "o" / "recipe.yaml").read_text()) == (want == "none")
+
+
 def test_grids_that_come_along_are_kept(tmp_path):
     """A second rounding of 4-bit weights costs more than rotation gains."""
     model = tmp_path / "m.gguf"

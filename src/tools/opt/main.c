@@ -65,7 +65,7 @@ enum sits_status opt_compile(const struct opt_run *run, const char *source, cons
 {
   const struct opt_options *o = run->options;
   const struct compile_options compile = {
-      .model = source, .output = output, .recipe = recipe ? recipe : o->recipe ? o->recipe : "w4a4", .target = "any",
+      .model = source, .output = output, .recipe = recipe ? recipe : run->recipe, .target = "any",
       .kv_cache_compress = o->kv_cache_compress, .calibration = o->calibration, .report = report, .work = work,
       .calibration_windows = o->calibration_windows, .calibration_ctx = o->ctx, .threads = o->threads,
       .hessian_memory = o->hessian_memory, .quiet = is_quiet};
@@ -176,14 +176,15 @@ static enum sits_status optimise(const struct opt_options *o, struct sits_error 
 {
   struct opt_run run = {.options = o};
   struct rusage usage = {0};
-  char reference[4096];
+  char reference[4096], base[4096];
   if (!o->calibration) return sits_fail_param(err, SITS_CONFIG, "calibration", "no text: give --calibration FILE");
-  if (strlen(o->output) > 4000 || strlen(o->model) > 4000)
-    return sits_fail_param(err, SITS_CONFIG, "output", "the name of the folder or the model is too long");
+  if (strlen(o->output) > 4000 || strlen(o->model) > 4000 || (o->recipe && strlen(o->recipe) > 4000))
+    return sits_fail_param(err, SITS_CONFIG, "output", "the name of the folder, the model or the recipe is too long");
   if ((o->down_rotation & (o->down_rotation - 1)) != 0)
     return sits_fail_param(err, SITS_CONFIG, "down-rotation", "down-rotation %" PRId64 " is no power of two", o->down_rotation);
   if (mkdir(o->output, 0777) != 0 && errno != EEXIST) return sits_fail(err, SITS_IO, "%.150s: %s", o->output, strerror(errno));
   snprintf(run.source, sizeof run.source, "%s", o->model);
+  snprintf(run.recipe, sizeof run.recipe, "%s", o->recipe ? o->recipe : "w4a4");
   enum sits_status status = open_state(&run, err);
   if (!status) json_object_set_new(run.state, "max_ppl_loss", json_real(o->max_ppl_loss));
   if (!status) json_object_set_new(run.state, "model", json_string(o->model));
@@ -191,8 +192,10 @@ static enum sits_status optimise(const struct opt_options *o, struct sits_error 
   if (!status) status = opt_rotate(&run, err);
   if (!status) status = make_model(&run, err);
   json_decref(run.state);
+  opt_path(&run, "base.yaml", base);
   opt_path(&run, "reference.bin", reference);
   if (!status) unlink(reference);
+  if (!status) unlink(base);
   getrusage(RUSAGE_SELF, &usage);
   if (!status) printf("peak memory %.0f MB\n", (double)usage.ru_maxrss / 1024);
   return status;

@@ -1,6 +1,7 @@
 /* sits2026-opt: prepare a model for a recipe, and choose the recipe's details for it.
  *
- * Main path: main -> opt_run: reference (the model in 16 bits), opt_rotate (which rotations pay, by the output error of every matrix),
+ * Main path: main -> optimise: reference (the model in 16 bits), opt_rotate (which scales and rotations pay, by the output error of every
+ * matrix),
  * compile by the recipe, and, with --max-ppl-loss, opt_search (which inputs can have 4 bits, by the sensitivity of each). Every finished
  * step is a row of DIR/search.json, so that a run that was cut goes on where it stopped. One thread, and the backend's workers. */
 #ifndef SITS_TOOLS_OPT_H
@@ -22,6 +23,7 @@ struct opt_options {
 struct opt_run {
   const struct opt_options *options;
   char source[4096];                 /* what is compiled: the model, or DIR/prepared.bin */
+  char recipe[4096];                 /* by what: the recipe given, or DIR/base.yaml where its open questions were settled */
   int32_t n_layers;
   double reference;                  /* mean negative log-likelihood of the 16-bit model on the measuring windows */
   json_t *state;                     /* object: DIR/search.json */
@@ -50,7 +52,7 @@ struct opt_plan {
 /* Write the model with norm gains folded and those rotations fused into its weights (F16 where changed, else as they come). */
 enum sits_status opt_prepare(const struct model *model, const struct opt_plan *plan, const char *path, struct sits_error *err)
     SITS_MUST_CHECK;
-/* Decide on rotations and leave DIR/prepared.bin and run->source, or run->source as it is. */
+/* Decide on scaling and rotations and leave DIR/prepared.bin and run->source, or run->source as it is. */
 enum sits_status opt_rotate(struct opt_run *run, struct sits_error *err) SITS_MUST_CHECK;
 /* DIR/recipe.yaml: the recipe, with the fewest 8-bit inputs that keep the loss. Reads DIR/model.bin, made by the recipe as it is, and
  * DIR/reference.bin. Without --max-ppl-loss the recipe as it is, and nothing is read. */

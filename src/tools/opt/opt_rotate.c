@@ -1,11 +1,13 @@
-/* Which rotations pay: the model is prepared and compiled in several ways, and the relative output errors of its matrices (inputs and
- * weights rounded, compile_output_error) are laid side by side.
+/* Which scales and rotations pay: the model is prepared and compiled in several ways, and the relative output errors of its matrices
+ * (inputs and weights rounded, compile_output_error) are laid side by side.
  *
  *   plain      as it is; weights that come on a 4-bit grid keep it
  *   local      values and o per head, down's input by blocks
  *   residual s the residual stream by seed s, gains folded, and the local ones
  *   residual   the best seed without the local ones
  *
+ * First, where the recipe leaves scaling open (auto) and something is rounded anew, plain is made with AWQ scales and without ("unscaled"),
+ * and the lesser sum of squared errors decides for all that follows.
  * The residual stream is one for all matrices: it is rotated where the sum of squared errors is less by it. Heads are decided layer by
  * layer by v and o, down layer by layer by itself, each for the residual stream as chosen. Entry point: opt_rotate. */
 #include <math.h>
@@ -26,6 +28,7 @@ struct trial {
   struct opt_run *run;
   struct model *model;
   struct opt_plan plan;
+  const char *suffix;                /* of candidates' names, once scaling is settled */
   json_t *rows;                      /* of the state: {"candidate": {"name": ..., "score": ..., "errors": {tensor: error}}} */
 };
 
@@ -51,10 +54,11 @@ static enum sits_status read_errors(const char *path, json_t **out, struct sits_
 }
 
 /* Errors of one candidate, from the state or by trying it. */
-static enum sits_status try_plan(struct trial *t, const char *name, const json_t **out, struct sits_error *err)
+static enum sits_status try_plan(struct trial *t, const char *plain_name, const json_t **out, struct sits_error *err)
 {
   const struct opt_plan *plan = &t->plan;
-  char prepared[4096], made[4096], report[4096];
+  char prepared[4096], made[4096], report[4096], name[80];
+  snprintf(name, sizeof name, "%s%s", plain_name, t->suffix);
   json_t *errors = json_object_get(t->rows, name);
   *out = errors;
   if (errors) return SITS_OK;
@@ -153,7 +157,7 @@ static enum sits_status decide(struct trial *t, struct sits_error *err)
   status = try_seeds(t, kept, &rotated, &seed, err);
   if (status) return status;
   char name[64];
-  snprintf(name, sizeof name, "residual %lld", (long long)seed);
+  snprintf(name, sizeof name, "residual %lld%s", (long long)seed, t->suffix);
   with = json_object_get(t->rows, name);
   if (rotated < kept) {
     set_plan(t, seed, false);
@@ -186,38 +190,90 @@ static enum sits_status apply(struct trial *t, struct sits_error *err)
   return opt_prepare(t->model, &t->plan, t->run->source, err);
 }
 
-/* Where the recipe rounds nothing there is nothing to gain. */
-static enum sits_status check_recipe(const struct opt_run *run, bool *rounds, struct sits_error *err)
+/* Where the recipe rounds nothing there is nothing to gain; where every matrix keeps its grid, nothing to scale. */
+static enum sits_status check_recipe(const struct opt_run *run, const struct model *model, bool *rounds, bool *is_open,
+                                     struct sits_error *err)
 {
   struct quant_recipe recipe;
-  const enum sits_status status = quant_recipe_load(run->options->recipe ? run->options->recipe : "w4a4", &recipe, err);
+  const enum sits_status status = quant_recipe_load(run->recipe, &recipe, err);
   if (status) return status;
   *rounds = strcmp(recipe.weights, "f16") != 0;
+  *is_open = false;
+  for (int32_t i = 0; i < run->n_layers && *rounds && strcmp(recipe.scaling, "auto") == 0; i++) {
+    const struct quant_spec spec = compile_spec(&recipe, model->layers[i].wq, false);
+    *is_open |= !quant_keeps(model->layers[i].wq, &spec);
+  }
   quant_recipe_fini(&recipe);
   return SITS_OK;
 }
 
+/* The recipe with one field set, as DIR/base.yaml. */
+static enum sits_status write_base(struct opt_run *run, const char *field, const char *value, struct sits_error *err)
+{
+  struct quant_recipe recipe;
+  struct buf text;
+  char path[4096];
+  enum sits_status status = quant_recipe_load(run->recipe, &recipe, err);
+  if (status) return status;
+  opt_path(run, "base.yaml", path);
+  buf_init(&text, 1 << 20);
+  status = option_assign(&recipe.set, field, value, "opt", err);
+  if (!status && !option_write_yaml(&recipe.set, false, &text)) status = sits_fail(err, SITS_NOMEM, "out of memory");
+  FILE *file = status ? NULL : fopen(path, "wb");
+  const bool is_written = file && fwrite(text.data, 1, text.size, file) == text.size;
+  if (!status && ((file && fclose(file) != 0) || !is_written)) status = sits_fail(err, SITS_IO, "%.150s: cannot be written", path);
+  buf_fini(&text);
+  quant_recipe_fini(&recipe);
+  if (!status) memcpy(run->recipe, path, sizeof run->recipe);
+  return status;
+}
+
+static enum sits_status settle_scaling(struct trial *t, struct sits_error *err)
+{
+  const json_t *scaled, *unscaled;
+  char given[4096];
+  memcpy(given, t->run->recipe, sizeof given);
+  set_plan(t, 0, false);
+  enum sits_status status = try_plan(t, "plain", &scaled, err);
+  if (!status) status = write_base(t->run, "scaling", "none", err);
+  if (status) return status;
+  t->suffix = " unscaled";
+  status = try_plan(t, "plain", &unscaled, err);
+  if (status) return status;
+  const double with = score(t, scaled, scaled, NULL), without = score(t, unscaled, unscaled, NULL);
+  printf("scaling: %s (sum of squared output errors %.5f with scales, %.5f without)\n", with <= without ? "awq" : "none", with, without);
+  if (without < with) return SITS_OK;
+  memcpy(t->run->recipe, given, sizeof given);
+  t->suffix = "";
+  return SITS_OK;
+}
+
+static enum sits_status settle(struct trial *t, struct sits_error *err)
+{
+  const char *rotate = t->run->options->rotate;
+  bool rounds, is_open;
+  enum sits_status status = check_recipe(t->run, t->model, &rounds, &is_open, err);
+  if (!status && is_open) status = settle_scaling(t, err);
+  if (status || strcmp(rotate, "none") == 0 || (!rounds && strcmp(rotate, "all") != 0)) return status;
+  if (strcmp(rotate, "all") == 0) set_plan(t, 1, true);
+  else status = decide(t, err);
+  return status ? status : apply(t, err);
+}
+
 enum sits_status opt_rotate(struct opt_run *run, struct sits_error *err)
 {
-  bool rounds = false;
-  const bool is_none = strcmp(run->options->rotate, "none") == 0;
-  enum sits_status status = check_recipe(run, &rounds, err);
-  const bool is_all = strcmp(run->options->rotate, "all") == 0;
-  if (status || is_none || (!rounds && !is_all)) return status;
-  struct trial t = {.run = run, .rows = json_object_get(run->state, "rotation_errors")};
+  struct trial t = {.run = run, .suffix = "", .rows = json_object_get(run->state, "output_errors")};
   if (!t.rows) {
     t.rows = json_object();
-    json_object_set_new(run->state, "rotation_errors", t.rows);
+    json_object_set_new(run->state, "output_errors", t.rows);
   }
-  status = model_open(run->options->model, &t.model, err);
+  enum sits_status status = model_open(run->options->model, &t.model, err);
   if (status) return status;
   t.plan.block = (int32_t)run->options->down_rotation;
   t.plan.heads = mem_calloc((size_t)run->n_layers, sizeof(bool));
   t.plan.down = mem_calloc((size_t)run->n_layers, sizeof(bool));
   if (!t.plan.heads || !t.plan.down) status = sits_fail(err, SITS_NOMEM, "out of memory");
-  if (!status && is_all) set_plan(&t, 1, true);
-  else if (!status) status = decide(&t, err);
-  if (!status) status = apply(&t, err);
+  if (!status) status = settle(&t, err);
   mem_free(t.plan.heads);
   mem_free(t.plan.down);
   model_close(t.model);

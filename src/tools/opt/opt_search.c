@@ -179,7 +179,7 @@ static enum sits_status write_recipe(const struct search *s, int32_t n, const ch
 {
   struct quant_recipe recipe;
   struct buf text, list;
-  enum sits_status status = quant_recipe_load(s->run->options->recipe ? s->run->options->recipe : "w4a4", &recipe, err);
+  enum sits_status status = quant_recipe_load(s->run->recipe, &recipe, err);
   if (status) return status;
   buf_init(&text, 1 << 20);
   buf_init(&list, 1 << 16);
