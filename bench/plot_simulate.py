@@ -30,7 +30,10 @@ def plot_goodput(results, path):
     axes.set_xlabel("P99 inter-token target")
     axes.set_ylabel("goodput: arrivals, times the trace's own rate")
     axes.set_title(f"P99 first token within {rows[0]['ttft_target_ms'] / 1000:g} s; {results['trace_requests']:,} requests", fontsize=10)
-    axes.set_ylim(top=1.3 * max(r["goodput"] for r in rows))
+    lines = (("prompts_only", "--", "no scheduler passes this, decoding free"), ("prompts_and_decodes", ":", "with decoding in the target"))
+    for key, style, text in lines if "bounds" in results else ():
+        axes.axhline(results["bounds"][key], color="#444444", linewidth=0.8, linestyle=style, label=text)
+    axes.set_ylim(top=1.5 * max(r["goodput"] for r in rows))
     axes.legend(fontsize=8, ncols=2, loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=140)

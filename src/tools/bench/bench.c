@@ -80,7 +80,7 @@ json_t *bench_summary(double *values, int64_t n)
   double sum = 0;
   for (int64_t i = 0; i < n; i++) sum += values[i];
   return json_pack("{s:f, s:f, s:f, s:f, s:f, s:I}", "p50", bench_percentile(values, n, 50), "p90", bench_percentile(values, n, 90), "p99",
-                   bench_percentile(values, n, 99), "mean", n ? sum / (double)n : 0.0, "max", n ? values[n - 1] : 0.0, "n",
+                   bench_percentile(values, n, 99), "mean", n ? sum / (double)n : 0.0, "max", bench_percentile(values, n, 100), "n",
                    (json_int_t)n);
 }
 

@@ -4,6 +4,9 @@
  *   --scenario speculation  one stream over texts that repeat themselves, with and without prompt lookup: speed, and that answers are equal
  *   --scenario prefix       chats with a common beginning: time to the first token of the first and of the later ones
  *
+ *   --scenario classes      high-class requests alone and beside four times what the machine can do of low class (engine_load.c)
+ *   --scenario tenants      two tenants, one with ten times as many requests: who gets how many tokens (engine_load.c)
+ *
  * Times are those that the engine writes into its events. Entry point: bench_engine. */
 #include <math.h>
 #include <stdio.h>
@@ -14,22 +17,18 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
-#include "engine/instance.h"
 #include "text/tokenizer.h"
 #include "tools/bench/bench.h"
+#include "tools/bench/engine_bench.h"
 
 enum { STREAMS = 4, MOST_GAPS = 200000, WARM_TOKENS = 40 };
-
-struct engine_bench_options {
-  const char *model, *device, *scenario, *text, *kv_cache_dtype, *json;
-  int64_t threads, prompt, chats, draft, texts, output;
-};
 
 #define AT(field) offsetof(struct engine_bench_options, field)
 static const struct option_spec specs[] = {
     {"model", OPTION_STRING, AT(model), "", 0, 0, "", 0, NULL, "Options", "Model file or directory."},
     {"device", OPTION_ENUM, AT(device), "auto", 0, 0, "", 0, "auto|cpu|cuda", "Options", "Backend."},
-    {"scenario", OPTION_ENUM, AT(scenario), "stall", 0, 0, "", 0, "stall|speculation|prefix", "Options", "What is measured."},
+    {"scenario", OPTION_ENUM, AT(scenario), "stall", 0, 0, "", 0, "stall|speculation|prefix|classes|tenants", "Options",
+     "What is measured."},
     {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4", "Options", "Cache codec."},
     {"prompt", OPTION_INT, AT(prompt), "2000", 16, 1e6, "tokens", 0, NULL, "stall, prefix", "Long prompt, or common part."},
@@ -38,16 +37,15 @@ static const struct option_spec specs[] = {
     {"texts", OPTION_INT, AT(texts), "10", 1, 1000, "passages", 0, NULL, "speculation", "Passages."},
     {"output", OPTION_INT, AT(output), "96", 1, 1e5, "tokens", 0, NULL, "speculation", "Tokens per answer."},
     {"draft", OPTION_INT, AT(draft), "8", 1, 64, "tokens", 0, NULL, "speculation", "Longest draft."},
+    {"seconds", OPTION_INT, AT(seconds), "30", 1, 3600, "s", 0, NULL, "classes, tenants", "Each run."},
+    {"itl-target-ms", OPTION_FLOAT, AT(itl_target_ms), "0", 0, 1e5, "ms", 0, NULL, "classes, tenants", "Inter-token target."},
+    {"targets", OPTION_STRING, AT(targets), "0,150,200,300", 0, 0, "", 0, NULL, "stall",
+     "Targets in percent of the undisturbed P99; 0: whole prompts."},
+    {"quiet-ms", OPTION_FLOAT, AT(quiet_ms), "0", 0, 1e5, "ms", 0, NULL, "stall", "Undisturbed P99; 0: of the case of whole prompts."},
     {"json", OPTION_STRING, AT(json), "", 0, 0, "", 0, NULL, "Options", "File for the result; default stdout."},
 };
 
-struct run {
-  struct instance *instance;
-  struct sits_engine *engine;
-  const struct engine_bench_options *options;
-};
-
-static bool open_run(struct run *run, const struct engine_bench_options *o, struct instance_options more)
+bool engine_bench_open(struct engine_run *run, const struct engine_bench_options *o, struct instance_options more)
 {
   struct sits_error err = {0};
   more.model_path = o->model;
@@ -68,7 +66,7 @@ static bool open_run(struct run *run, const struct engine_bench_options *o, stru
   return true;
 }
 
-static struct sits_request *submit(struct run *run, const int32_t *prompt, int64_t n, int32_t max_tokens)
+static struct sits_request *submit(struct engine_run *run, const int32_t *prompt, int64_t n, int32_t max_tokens)
 {
   struct sits_request_params p = {.prompt = prompt, .n_prompt = (int32_t)n, .n_choices = 1,
                                   .service_class = SITS_CLASS_NORMAL, .id = "bench"};
@@ -80,12 +78,12 @@ static struct sits_request *submit(struct run *run, const int32_t *prompt, int64
   return request;
 }
 
-static void nap(void)
+void engine_bench_nap(void)
 {
   nanosleep(&(struct timespec){.tv_nsec = 300000}, NULL);
 }
 
-static void random_prompt(int32_t *tokens, int64_t n, int32_t n_vocab, uint32_t seed)
+void engine_bench_prompt(int32_t *tokens, int64_t n, int32_t n_vocab, uint32_t seed)
 {
   for (int64_t i = 0; i < n; i++) {
     seed = seed * 1664525u + 1013904223u;
@@ -113,36 +111,36 @@ struct stall { double alone_ms, took_ms, quiet_p99_ms, quiet_p50_ms, p50_ms, p99
 static bool measure_stall(const struct engine_bench_options *o, double itl_target_ms, bool is_whole, struct stall *out)
 {
   static double gaps[MOST_GAPS];
-  struct run run;
+  struct engine_run run;
   struct instance_options more = {.max_num_seqs = 8, .itl_target_us = (int64_t)(itl_target_ms * 1000),
                                   .policy = is_whole ? "continuous" : "alps",
                                   .max_num_batched_tokens = is_whole ? (int32_t)o->prompt : 512};
   struct stream streams[STREAMS] = {{0}}, longer = {0};
   int64_t n_gaps = 0, n_ignored = 0;
-  if (!open_run(&run, o, more)) return false;
+  if (!engine_bench_open(&run, o, more)) return false;
   struct instance_info info;
   instance_info(run.instance, &info);
   int32_t n_vocab = instance_model(run.instance)->config.n_vocab, *prompt = mem_calloc((size_t)o->prompt, sizeof *prompt);
   if (!prompt) return false;
-  random_prompt(prompt, o->prompt, n_vocab, 7);
+  engine_bench_prompt(prompt, o->prompt, n_vocab, 7);
   int64_t started_us = clock_monotonic_us();
   struct sits_request *alone = submit(&run, prompt, o->prompt, 1);
-  for (struct stream s = {.request = alone}; alone && !s.is_done; nap()) take(&s, gaps, &n_ignored);
+  for (struct stream s = {.request = alone}; alone && !s.is_done; engine_bench_nap()) take(&s, gaps, &n_ignored);
   out->alone_ms = (double)(clock_monotonic_us() - started_us) * 1e-3;
   sits_request_release(alone);
   for (int i = 0; i < STREAMS; i++) {
-    random_prompt(prompt, 64, n_vocab, 100 + (uint32_t)i);
+    engine_bench_prompt(prompt, 64, n_vocab, 100 + (uint32_t)i);
     streams[i].request = submit(&run, prompt, 64, info.max_model_len - 64);
   }
   for (int i = 0; i < STREAMS;) {
     for (int k = 0; k < STREAMS; k++) take(&streams[k], gaps, streams[k].n < WARM_TOKENS / 2 ? &n_ignored : &n_gaps);
     if (streams[i].n >= 2 * WARM_TOKENS) i++;
-    else nap();
+    else engine_bench_nap();
   }
   out->quiet_p50_ms = bench_percentile(gaps, n_gaps, 50);
   out->quiet_p99_ms = bench_percentile(gaps, n_gaps, 99);
   n_gaps = 0;
-  random_prompt(prompt, o->prompt, n_vocab, 8);
+  engine_bench_prompt(prompt, o->prompt, n_vocab, 8);
   started_us = clock_monotonic_us();
   longer.request = submit(&run, prompt, o->prompt, 1);
   /* Until every stream has spoken once more: the longest gap ends after the prompt has been read. */
@@ -155,7 +153,7 @@ static bool measure_stall(const struct engine_bench_options *o, double itl_targe
       if (!was_done) until[k] = streams[k].n + 1;
     }
     if (was_done && streams[i].n >= until[i]) i++;
-    else nap();
+    else engine_bench_nap();
   }
   out->took_ms = (double)(longer.last_us - started_us) * 1e-3;
   out->n_gaps = n_gaps;
@@ -184,18 +182,25 @@ static json_t *stall_row(const char *name, double target_ms, const struct stall 
   return row;
 }
 
+/* The undisturbed P99 comes from a first case of its own, with whole prompts, which also shows the stall. */
 static bool run_stall(const struct engine_bench_options *o, json_t *rows)
 {
-  static const double factors[] = {1.5, 2, 3};
+  int64_t percents[8];
+  int n = bench_parse_list(o->targets, percents, 8);
   struct stall s;
-  if (!measure_stall(o, 0, true, &s)) return false;
-  json_array_append_new(rows, stall_row("whole", 0, &s));
-  double quiet = s.quiet_p99_ms;
-  for (int i = 0; i < 3; i++) {
-    if (!measure_stall(o, quiet * factors[i], false, &s)) return false;
-    json_array_append_new(rows, stall_row("alps", quiet * factors[i], &s));
+  double quiet = o->quiet_ms;
+  for (int i = 0; i < n; i++) {
+    bool is_whole = percents[i] == 0;
+    double target = is_whole ? 0 : quiet * (double)percents[i] / 100;
+    if (!is_whole && quiet <= 0) {
+      fprintf(stderr, "sits2026-bench engine: begin --targets with 0, or give --quiet-ms\n");
+      return false;
+    }
+    if (!measure_stall(o, target, is_whole, &s)) return false;
+    json_array_append_new(rows, stall_row(is_whole ? "whole" : "alps", target, &s));
+    if (is_whole && quiet <= 0) quiet = s.quiet_p99_ms;
   }
-  return true;
+  return n > 0;
 }
 
 static bool read_text(const char *path, char *text, size_t n_bytes)
@@ -222,12 +227,12 @@ static int64_t passage(const struct token_list *text, int64_t index, int32_t *pr
 static bool measure_speculation(const struct engine_bench_options *o, int32_t draft, const char *text, int32_t *answers,
                                 double *tokens_per_s, struct engine_stats *stats)
 {
-  struct run run;
+  struct engine_run run;
   struct tokenizer *tokenizer = NULL;
   struct sits_error err = {0};
   struct token_list ids = {0};
   int32_t prompt[512];
-  if (!open_run(&run, o, (struct instance_options){.max_num_seqs = 16, .spec_max_tokens = draft})) return false;
+  if (!engine_bench_open(&run, o, (struct instance_options){.max_num_seqs = 16, .spec_max_tokens = draft})) return false;
   enum sits_status status = tokenizer_load(instance_model(run.instance)->source, &tokenizer, &err);
   if (status == SITS_OK) status = tokenizer_encode(tokenizer, text, strlen(text), 0, &ids);
   int64_t n_tokens = 0, busy_us = 0;
@@ -239,7 +244,7 @@ static bool measure_speculation(const struct engine_bench_options *o, int32_t dr
     int64_t first_us = 0, last_us = 0;
     for (int64_t k = 0; e.kind != SITS_EVENT_FINISH;) {
       if (sits_request_poll(request, &e) != SITS_OK) {
-        nap();
+        engine_bench_nap();
         continue;
       }
       if (e.kind != SITS_EVENT_TOKEN) continue;
@@ -286,16 +291,16 @@ static bool run_speculation(const struct engine_bench_options *o, json_t *rows)
 
 static bool run_prefix(const struct engine_bench_options *o, json_t *rows)
 {
-  struct run run;
+  struct engine_run run;
   int32_t *prompt = mem_calloc((size_t)o->prompt + 16, sizeof *prompt);
   double *ttft = mem_calloc((size_t)o->chats, sizeof *ttft), first = 0;
-  if (!prompt || !ttft || !open_run(&run, o, (struct instance_options){.max_num_seqs = 8, .prefix_caching = true})) return false;
+  if (!prompt || !ttft || !engine_bench_open(&run, o, (struct instance_options){.max_num_seqs = 8, .prefix_caching = true})) return false;
   int32_t n_vocab = instance_model(run.instance)->config.n_vocab;
-  random_prompt(prompt, o->prompt, n_vocab, 5);
+  engine_bench_prompt(prompt, o->prompt, n_vocab, 5);
   for (int64_t i = 0; i < o->chats; i++) {
-    random_prompt(prompt + o->prompt, 16, n_vocab, 1000 + (uint32_t)i);
+    engine_bench_prompt(prompt + o->prompt, 16, n_vocab, 1000 + (uint32_t)i);
     struct sits_request *request = submit(&run, prompt, o->prompt + 16, 1);
-    for (struct stream s = {.request = request}; request && !s.is_done; nap()) take(&s, ttft, &(int64_t){0});
+    for (struct stream s = {.request = request}; request && !s.is_done; engine_bench_nap()) take(&s, ttft, &(int64_t){0});
     struct sits_request_timing t;
     sits_request_timing(request, &t);
     if (i == 0) first = (double)(t.first_token_us - t.submitted_us) * 1e-3;
@@ -307,8 +312,13 @@ static bool run_prefix(const struct engine_bench_options *o, json_t *rows)
   double later = bench_percentile(ttft, o->chats - 1, 50);
   fprintf(stderr, "prefix: first token after %.1f ms, later %.1f ms (%.1f %%), %llu of %llu tokens from the cache\n", first, later,
           100 * later / first, (unsigned long long)stats.prefix_hit_tokens, (unsigned long long)stats.prefix_query_tokens);
-  json_array_append_new(rows, json_pack("{s:f, s:f, s:I, s:I}", "first_ms", first, "later_p50_ms", later, "hit_tokens",
-                                        (json_int_t)stats.prefix_hit_tokens, "query_tokens", (json_int_t)stats.prefix_query_tokens));
+  /* Whole pages of the common part, for every chat but the first. */
+  int64_t expected = (o->chats - 1) * (o->prompt / KV_PAGE_TOKENS * KV_PAGE_TOKENS);
+  json_array_append_new(rows, json_pack("{s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:I}", "first_ms", first, "later_p50_ms", later,
+                                        "later_p99_ms", bench_percentile(ttft, o->chats - 1, 99), "later_over_first", later / first,
+                                        "hit_tokens", (json_int_t)stats.prefix_hit_tokens, "expected_hit_tokens", (json_int_t)expected,
+                                        "computed_tokens", (json_int_t)stats.prompt_tokens_computed, "query_tokens",
+                                        (json_int_t)stats.prefix_query_tokens));
   instance_close(run.instance);
   mem_free(prompt);
   mem_free(ttft);
@@ -330,7 +340,9 @@ int bench_engine(int argc, char **argv)
   if (!o.model) fprintf(stderr, "sits2026-bench engine: needs --model\n");
   if (is_good && strcmp(o.scenario, "stall") == 0) is_good = run_stall(&o, rows);
   else if (is_good && strcmp(o.scenario, "speculation") == 0) is_good = run_speculation(&o, rows);
-  else if (is_good) is_good = run_prefix(&o, rows);
+  else if (is_good && strcmp(o.scenario, "prefix") == 0) is_good = run_prefix(&o, rows);
+  else if (is_good && strcmp(o.scenario, "classes") == 0) is_good = engine_bench_classes(&o, rows);
+  else if (is_good) is_good = engine_bench_tenants(&o, rows);
   if (is_good) {
     json_object_set_new(out, "scenario", json_string(o.scenario));
     json_object_set_new(out, "results", rows);

@@ -103,8 +103,9 @@ static bool report(const struct serve_options *options, struct serve_result *res
   double seconds = (double)result->elapsed_us / 1e6;
   json_t *out = bench_header("serve", argc, argv);
   json_object_update_new(
-      out, json_pack("{s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:o, s:o, s:o}", "sent", (json_int_t)result->n_sent, "done",
-                     (json_int_t)result->n_done, "refused", (json_int_t)result->n_refused, "failed", (json_int_t)result->n_failed,
+      out, json_pack("{s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:o, s:o, s:o}", "sent", (json_int_t)result->n_sent, "done",
+                     (json_int_t)result->n_done, "refused", (json_int_t)result->n_refused,
+                     "refused_without_retry_after", (json_int_t)result->n_without_retry, "failed", (json_int_t)result->n_failed,
                      "seconds", seconds, "requests_per_s", (double)result->n_done / seconds, "output_tokens_per_s",
                      (double)result->n_output_tokens / seconds, "total_tokens_per_s",
                      (double)(result->n_output_tokens + result->n_prompt_tokens) / seconds, "ttft_ms",

@@ -149,7 +149,9 @@ static void finish_stream(struct client *client, CURLMsg *message)
   stream->is_busy = false;
   client->n_busy--;
   if (code == 429 || code == 503) {
+    struct curl_header *retry;
     result->n_refused++;
+    result->n_without_retry += curl_easy_header(stream->easy, "Retry-After", 0, CURLH_HEADER, -1, &retry) != CURLHE_OK;
   } else if (outcome != CURLE_OK || code != 200 || !stream->is_done) {
     result->n_failed++;
     if (!result->first_error[0])

@@ -1,0 +1,31 @@
+/* What the scenarios of sits2026-bench engine share: the options, an open engine, prompts. engine.c has the definitions. */
+#ifndef SITS_TOOLS_BENCH_ENGINE_BENCH_H
+#define SITS_TOOLS_BENCH_ENGINE_BENCH_H
+
+#include <jansson.h>
+
+#include "engine/instance.h"
+
+struct engine_bench_options {
+  const char *model, *device, *scenario, *text, *kv_cache_dtype, *targets, *json;
+  int64_t threads, prompt, chats, draft, texts, output, seconds;
+  double itl_target_ms, quiet_ms;
+};
+
+struct engine_run {
+  struct instance *instance;
+  struct sits_engine *engine;
+  const struct engine_bench_options *options;
+};
+
+/* Open and start what the options name, with more set as given; false after a message on stderr. Close with instance_close. */
+bool engine_bench_open(struct engine_run *run, const struct engine_bench_options *options, struct instance_options more);
+/* n random ids, the same for the same seed. */
+void engine_bench_prompt(int32_t *tokens, int64_t n, int32_t n_vocab, uint32_t seed);
+void engine_bench_nap(void);
+
+/* engine_load.c: append their rows; false after a message. */
+bool engine_bench_classes(const struct engine_bench_options *options, json_t *rows);
+bool engine_bench_tenants(const struct engine_bench_options *options, json_t *rows);
+
+#endif
