@@ -239,7 +239,7 @@ def test_report_of_a_real_model_at_eight_bits(tmp_path):
 @pytest.mark.parametrize("args,code,text", [
     (["--recipe", "w5a5"], 2, "w5a5"),
     (["--recipe", "w4a4"], 2, "--calibration"),
-    (["--target", "cuda-sm90"], 1, "cuda-sm90"),
+    (["--target", "cuda-sm80"], 1, "cuda-sm80"),
     (["--target", "tpu"], 2, "target"),
     (["--kv-cache-compress", "fp4-sparse"], 1, "fp4-sparse"),
     (["--kv-cache-compress", "int3"], 2, "int3"),

@@ -31,11 +31,17 @@ struct compilation {
 
 /* ---- what is asked for ---- */
 
+static bool is_text(const char *a, const char *b) { return strcmp(a, b) == 0; }
+
 static enum sits_status check_target(const struct compile_options *o, const struct model *model, struct sits_error *err)
 {
-  if (strncmp(o->target, "cuda", 4) == 0)
-    return sits_fail_param(err, SITS_UNSUPPORTED, "target", "target %s: this build packs engine files for the CPU only; use any or cpu",
-                           o->target);
+  bool is_rotated = false;
+  for (int32_t i = 0; i < model->config.n_layers; i++) is_rotated |= model->layers[i].act[MODEL_SITE_DOWN].rotation > 0;
+  if (is_text(o->target, "cuda-sm80"))
+    return sits_fail_param(err, SITS_UNSUPPORTED, "target", "target cuda-sm80: the CUDA backend has kernels for sm_90 only");
+  if (is_text(o->target, "cuda-sm90") && is_rotated)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "target",
+                           "target cuda-sm90: the CUDA backend does not rotate inputs, as this model wants");
   if (strcmp(o->kv_cache_compress, "none") == 0) return SITS_OK;
   const struct backend_vtable *cpu = backend_find("cpu");
   struct kv_geometry geometry = {.n_layers = model->config.n_layers, .n_kv_heads = model->config.n_kv_heads,
@@ -47,8 +53,6 @@ static enum sits_status check_target(const struct compile_options *o, const stru
   return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-compress", "kv-cache-compress %s is not supported for this model",
                          o->kv_cache_compress);
 }
-
-static bool is_text(const char *a, const char *b) { return strcmp(a, b) == 0; }
 
 static enum act_kind kind_named(const char *name)
 {
