@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/mem.h"
 #include "front/api/api_access.h"
+#include "front/api/api_timing.h"
 #include "front/grpc/rpc_internal.h"
 
 static void on_new(struct rpc *rpc, bool ok);
@@ -428,11 +429,16 @@ static void note_end(const struct rpc *rpc)
 {
   int code = sent_code(rpc);
   metrics_grpc_end(rpc->server->metrics, rpc->method ? (int)(rpc->method - rpc_methods) : rpc_n_methods, code);
-  double ms = (double)(clock_monotonic_us() - rpc->started_us) / 1000;
+  const int64_t now_us = clock_monotonic_us();
+  double ms = (double)(now_us - rpc->started_us) / 1000;
+  char timing[API_TIMING_LOG_BYTES];
   const char *path = rpc->method ? rpc->method->path : "?";
+  api_timing_log(&rpc->usage, now_us, timing);
+  if (rpc->usage.timing.done_us) metrics_request_delivery(rpc->server->metrics, now_us - rpc->usage.timing.done_us);
   if (rpc->method && rpc->method->kind)
-    log_info("grpc", "id=%s method=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s", rpc->id, path, code, ms,
-             (long long)rpc->n_prompt_tokens, (long long)rpc->n_output_tokens, rpc->is_cancelled ? " client_left=1" : "");
+    log_info("grpc", "id=%s method=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s%s", rpc->id, path, code, ms,
+             (long long)rpc->usage.n_prompt_tokens, (long long)rpc->usage.n_output_tokens, timing,
+             rpc->is_cancelled ? " client_left=1" : "");
   else log_debug("grpc", "id=%s method=%s status=%d ms=%.1f", rpc->id, path, code, ms);
 }
 

@@ -19,6 +19,7 @@
 #include "base/mapfile.h"
 #include "base/mem.h"
 #include "front/api/api_access.h"
+#include "front/api/api_timing.h"
 #include "front/http/http_internal.h"
 
 #define CONNECTION_MEMORY_BYTES (32u << 10) /* headers and the window of a body */
@@ -214,14 +215,17 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
   return queue_answer(request);
 }
 
-static void log_request(const struct http_request *request)
+static void note_end(const struct http_request *request)
 {
-  int64_t took_us = clock_monotonic_us() - request->started_us;
+  int64_t now_us = clock_monotonic_us(), took_us = now_us - request->started_us;
+  char timing[API_TIMING_LOG_BYTES];
   const char *path = request->route >= 0 ? http_routes[request->route].path : "?";
   bool is_call = request->route >= 0 && http_routes[request->route].is_post;
+  api_timing_log(&request->usage, now_us, timing);
+  if (request->usage.timing.done_us) metrics_request_delivery(request->server->metrics, now_us - request->usage.timing.done_us);
   if (is_call)
-    log_info("http", "id=%s route=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s", request->id, path, request->status,
-             (double)took_us / 1000, (long long)request->n_prompt_tokens, (long long)request->n_output_tokens,
+    log_info("http", "id=%s route=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s%s", request->id, path, request->status,
+             (double)took_us / 1000, (long long)request->usage.n_prompt_tokens, (long long)request->usage.n_output_tokens, timing,
              request->is_gone ? " client_left=1" : "");
   else log_debug("http", "id=%s route=%s status=%d ms=%.1f", request->id, path, request->status, (double)took_us / 1000);
 }
@@ -242,7 +246,7 @@ static void on_completed(void *context, struct MHD_Connection *connection, void 
   struct api_call *call = request->call;
   struct MHD_Response *response = request->response; /* a stream's response holds the request: let it go here, not in the destructor */
   request->response = NULL;
-  log_request(request);
+  note_end(request);
   metrics_http(server->metrics, request->route < 0 ? http_n_routes : request->route, request->status);
   pthread_mutex_unlock(&request->mutex);
   if (response) MHD_destroy_response(response);
