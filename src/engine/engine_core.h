@@ -66,6 +66,8 @@ struct engine_histogram {
   uint64_t count;
 };
 
+enum { ENGINE_SPEC_POSITIONS = 16 };
+
 /* One consistent picture, taken after the newest step. Durations in seconds, as Prometheus wants them. */
 struct engine_stats {
   enum engine_state state;
@@ -83,6 +85,7 @@ struct engine_stats {
   uint64_t finished[SITS_FINISH_ERROR + 1];      /* choices, by enum sits_finish */
   uint64_t rejected_requests, rejected_tokens;   /* submissions refused: queue full by requests, by prompt tokens */
   uint64_t spec_drafts, spec_draft_tokens, spec_accepted_tokens;
+  uint64_t spec_accepted_at[ENGINE_SPEC_POSITIONS]; /* drafts whose token at that position was accepted; later ones in the last */
   double step_us_ewma;           /* recent time of a step */
   double itl_p99_us;             /* sliding window over running streams */
   struct engine_histogram ttft_seconds, itl_seconds, tpot_seconds, e2e_seconds, queue_seconds, prefill_seconds, decode_seconds,
