@@ -66,7 +66,7 @@ struct sits_request_params {
   struct sits_sampling sampling;
   enum sits_class service_class;
   int32_t priority;           /* within the class; lower is served first (vLLM's meaning); default 0 */
-  uint64_t tenant;            /* hash of the API key, 0 = anonymous; unit of fairness and of cache isolation */
+  uint64_t tenant;            /* hash of the tenant's name, 0 = anonymous; unit of fairness and of cache isolation */
   uint64_t cache_salt;        /* mixed into prefix hashes; 0 = none */
   int64_t deadline_us;        /* monotonic clock, 0 = none; past it the request ends with SITS_FINISH_DEADLINE */
   void *user;                 /* given back by sits_request_user */
@@ -97,9 +97,7 @@ struct sits_event {
   int64_t emitted_us;                              /* monotonic: when the step that made it ended */
 };
 
-/* Where one request's time went, in microseconds; up to now while it runs. The durations add up to the time since submission: waiting for
- * the first step, in steps that worked on it before and after its first token, and between those (other steps, planning, sampling, a
- * slow consumer, pre-emption). */
+/* Where one request's time went, in microseconds; complete once it is done. */
 struct sits_request_timing {
   int64_t submitted_us, first_scheduled_us, first_token_us, done_us; /* monotonic points, 0 = not yet */
   int64_t queue_us, prefill_us, decode_us, scheduling_us;            /* durations */

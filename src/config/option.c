@@ -116,6 +116,17 @@ static enum sits_status assign_bool(const struct option_set *set, const struct o
   return sits_fail_param(err, SITS_CONFIG, spec->name, "%s: %s takes true or false, not '%.40s'", origin, spec->name, text);
 }
 
+/* An empty secret is a mistake (an unset variable in a script), and would leave open what was to be locked; the mask is what --print-config
+ * shows in place of a secret, and anyone may know it. */
+static enum sits_status check_secret(const struct option_spec *spec, const char *text, const char *origin, struct sits_error *err)
+{
+  if (!*text)
+    return sits_fail_param(err, SITS_CONFIG, spec->name, "%s: %s is empty; leave the option out if none is wanted", origin, spec->name);
+  if (!strcmp(text, OPTION_MASK))
+    return sits_fail_param(err, SITS_CONFIG, spec->name, "%s: %s holds the mask that is printed in its place", origin, spec->name);
+  return SITS_OK;
+}
+
 static enum sits_status assign_spec(struct option_set *set, const struct option_spec *spec, const char *text, const char *origin,
                                     struct sits_error *err)
 {
@@ -160,7 +171,8 @@ enum sits_status option_assign(struct option_set *set, const char *name, const c
 {
   const struct option_spec *spec = find(set, name);
   if (!spec) return unknown(set, name, origin, err);
-  enum sits_status status = assign_spec(set, spec, text, origin, err);
+  enum sits_status status = spec->flags & OPTION_SECRET ? check_secret(spec, text, origin, err) : SITS_OK;
+  if (!status) status = assign_spec(set, spec, text, origin, err);
   if (status == SITS_OK) set->is_set[spec - set->specs] = true;
   return status;
 }

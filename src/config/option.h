@@ -28,7 +28,7 @@ enum option_kind {
   OPTION_ENUM,   /* const char *, one of `choices` ("auto|cpu|cuda") */
 };
 
-enum { OPTION_SECRET = 1 /* never printed */ };
+enum { OPTION_SECRET = 1 /* never printed, and refused when empty */ };
 
 struct option_spec {
   const char *name;          /* "max-num-seqs": flag --max-num-seqs, YAML key, environment SITS_MAX_NUM_SEQS */
@@ -70,7 +70,8 @@ enum sits_status option_parse_args(struct option_set *set, int argc, char *const
 
 bool option_is_set(const struct option_set *set, const char *name);
 
-/* The values now in force as YAML (secrets masked), or, with sample, every option commented with help, range and default. */
+/* The values now in force as YAML (secrets masked, what is unset as a comment) or, with sample, every option commented with help, range and
+ * default. */
 bool option_write_yaml(const struct option_set *set, bool sample, struct buf *out);
 bool option_write_help(const struct option_set *set, struct buf *out);
 

@@ -4,6 +4,8 @@
 
 #include <stddef.h>
 
+#define OPTION_MASK "********" /* printed in place of a secret; never taken as one */
+
 /* "max-num-seqs" -> "SITS_MAX_NUM_SEQS". */
 void option_env_name(const char *name, char *out, size_t n_bytes);
 

@@ -19,7 +19,7 @@ static const char *value_text(const struct option_set *set, const struct option_
   default: break;
   }
   const char *text = *(const char *const *)at;
-  return text && spec->flags & OPTION_SECRET ? "********" : text;
+  return text && spec->flags & OPTION_SECRET ? OPTION_MASK : text;
 }
 
 static void append_range(const struct option_spec *spec, struct buf *out)
@@ -75,8 +75,10 @@ bool option_write_yaml(const struct option_set *set, bool sample, struct buf *ou
       append_range(spec, out);
       buf_printf(out, "; environment %s)\n#", env);
     }
+    const char *text = sample ? spec->default_text : value_text(set, spec, scratch, sizeof scratch);
+    if (!sample && !text) buf_append_char(out, '#'); /* not set: a secret that is given as "" would be refused */
     buf_printf(out, "%s: ", spec->name);
-    append_yaml_value(spec, sample ? spec->default_text : value_text(set, spec, scratch, sizeof scratch), out);
+    append_yaml_value(spec, text, out);
     buf_append_char(out, '\n');
   }
   return !out->failed;

@@ -39,13 +39,9 @@ const struct option_spec options_table[] = {
     FLT("collective-timeout-s", collective_timeout_s, "5", 0.1, 600, "s", "Device",
         "Devices that share a model wait so long for each other; then the model is out of service and its requests end."),
 
-    ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|int8|int4|fp4|fp4-sparse", "KV cache",
+    ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|int8|int4|fp4", "KV cache",
          "How keys and values are stored. auto: what a file of sits2026-compile asks for, else f16. int4 and fp4 take about 0.3 of "
-         "f16's bytes at a small cost in quality; fp4-sparse is fp4 whose sequences drop the pages that get the least attention."),
-    INT("kv-page-budget", kv_page_budget, "0", 0, 16777216, "pages", "KV cache",
-        "With fp4-sparse: most pages of 64 tokens that a sequence keeps, at least 8. The first, the newest four and those that got the "
-        "most attention stay. A page is 0.29 of f16's bytes. 0: half of the pages of max-model-len, so 15 % of f16's bytes. "
-        "Prefix caching, swapping and speculation are off with fp4-sparse."),
+         "f16's bytes at a small cost in quality."),
     SIZE("kv-cache-memory", kv_cache_memory, "0", 0, 1e15, "KV cache",
          "Memory for KV pages. 0: enough for max-num-seqs sequences of full length, "
          "but at most half of the free memory, or what gpu-memory-utilization leaves on a GPU."),
@@ -91,8 +87,12 @@ const struct option_spec options_table[] = {
         "A comment line is sent on a stream that has been silent this long. 0: never."),
     STR("ssl-certfile", ssl_certfile, "HTTP", "PEM certificate chain; with ssl-keyfile it turns TLS on."),
     STR("ssl-keyfile", ssl_keyfile, "HTTP", "PEM private key."),
-    SECRET("api-key", api_key, "HTTP", "Key that clients must send as `Authorization: Bearer KEY` on every route but health and metrics."),
-    BOOL("metrics-require-key", metrics_require_key, "false", "HTTP", "Ask for the API key on /metrics too."),
+    SECRET("api-key", api_key, "HTTP",
+           "Key that clients must send as `Authorization: Bearer KEY` on every route but health. It has every role and no quota."),
+    STR("api-key-file", api_key_file, "HTTP",
+        "File of hashed keys with tenants, roles and quotas (src/front/access/README.md); sits2026d --hash-key makes an entry. "
+        "Read again on SIGHUP."),
+    BOOL("metrics-require-key", metrics_require_key, "true", "HTTP", "Where there are keys, ask for one on /metrics too."),
     FLT("shutdown-timeout-s", shutdown_timeout_s, "30", 0, 86400, "s", "HTTP",
         "On SIGTERM, time that running requests get to finish; a second signal ends them at once."),
 
@@ -131,6 +131,7 @@ const struct options_word options_words[] = {
     {"version", NULL, "Print the version.", OPTIONS_VERSION},
     {"print-config", NULL, "Print the options in force as YAML, secrets masked.", OPTIONS_PRINT_CONFIG},
     {"print-sample-config", NULL, "Print a YAML file with every option commented.", OPTIONS_PRINT_SAMPLE},
+    {"hash-key", NULL, "Read a key from the standard input and print an entry for api-key-file.", OPTIONS_HASH_KEY},
     {"print-man", NULL, "Print the manual page, for man -l.", OPTIONS_PRINT_MAN},
     {"print-completion", NULL, "Print a file for bash's completion.", OPTIONS_PRINT_COMPLETION},
     {"verify-audit", "FILE...", "Check audit logs, oldest first (PATH.* PATH), and name the first bad line.", OPTIONS_VERIFY_AUDIT},
@@ -179,8 +180,6 @@ static enum sits_status check_together(struct options *options, const struct opt
   if (!options->grpc_host) options->grpc_host = default_host;
   if (!options->ssl_certfile != !options->ssl_keyfile)
     return sits_fail_param(err, SITS_CONFIG, "ssl-keyfile", "ssl-certfile and ssl-keyfile go together: give both or none");
-  if (options->metrics_require_key && !options->api_key)
-    return sits_fail_param(err, SITS_CONFIG, "metrics-require-key", "metrics-require-key needs an api-key");
   if (options->grpc_port && options->ssl_certfile && option_is_set(set, "grpc-max-connections"))
     return sits_fail_param(err, SITS_CONFIG, "grpc-max-connections",
                            "grpc-max-connections cannot be kept with TLS, where the gRPC library itself accepts");

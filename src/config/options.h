@@ -20,8 +20,7 @@ struct options {
   const char *tensor_parallel_devices; /* ordinals, comma-separated; NULL: chosen */
   double collective_timeout_s;
   /* KV cache */
-  const char *kv_cache_dtype;       /* auto|f16|int8|int4|fp4|fp4-sparse */
-  int64_t kv_page_budget;           /* 0: half of max_model_len's pages */
+  const char *kv_cache_dtype;       /* auto|f16|int8|int4|fp4 */
   int64_t kv_cache_memory;          /* bytes, 0: sized from what is free */
   bool enable_prefix_caching;
   int64_t swap_space;               /* bytes of host memory for swapped sequences */
@@ -44,7 +43,7 @@ struct options {
   int64_t http_threads, max_connections, max_body_bytes;
   double http_idle_timeout_s, sse_ping_s;
   const char *ssl_certfile, *ssl_keyfile;
-  const char *api_key;
+  const char *api_key, *api_key_file;
   bool metrics_require_key;
   double shutdown_timeout_s;
   /* audit */
@@ -69,7 +68,7 @@ extern const int options_table_size;
 
 enum options_action {
   OPTIONS_RUN, OPTIONS_HELP, OPTIONS_VERSION, OPTIONS_PRINT_CONFIG, OPTIONS_PRINT_SAMPLE, OPTIONS_PRINT_MAN, OPTIONS_PRINT_COMPLETION,
-  OPTIONS_VERIFY_AUDIT
+  OPTIONS_VERIFY_AUDIT, OPTIONS_HASH_KEY
 };
 
 /* Words that are no rows of the table. */
@@ -78,7 +77,7 @@ extern const struct options_word options_words[];
 extern const int options_n_words;
 
 /* Read --config (if given), the environment and argv, in rising precedence, and check what concerns several options at once.
- * --help, --version, --print-config and --print-sample-config set *action. set must live as long as options. */
+ * --help, --version, --print-config, --print-sample-config and --hash-key set *action. set must live as long as options. */
 enum sits_status options_load(struct options *options, struct option_set *set, int argc, char *const *argv, enum options_action *action,
                               struct sits_error *err) SITS_MUST_CHECK;
 

@@ -3,7 +3,9 @@
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
+#include "front/access/access.h"
 #include "front/audit/audit_verify.h"
 
 static int print(enum options_action action, const struct option_set *set)
@@ -35,7 +37,24 @@ static int verify_audit(const struct options *options)
   return fflush(stdout) ? 1 : 0;
 }
 
+/* One key from the standard input, as an entry of a key file. */
+static int hash_key(void)
+{
+  char key[1024], hash[ACCESS_HASH_BYTES];
+  struct sits_error err = {0};
+  if (!fgets(key, sizeof key, stdin)) key[0] = '\0';
+  enum sits_status status = access_hash_key(key, strcspn(key, "\r\n"), hash, &err);
+  explicit_bzero(key, sizeof key);
+  if (status) {
+    fprintf(stderr, "sits2026d: %s\n", err.text);
+    return 1;
+  }
+  printf("{\"hash\": \"%s\", \"tenant\": \"default\", \"roles\": [\"inference\"]}\n", hash);
+  return fflush(stdout) ? 1 : 0;
+}
+
 int action_run(enum options_action action, const struct options *options, const struct option_set *set)
 {
+  if (action == OPTIONS_HASH_KEY) return hash_key();
   return action == OPTIONS_VERIFY_AUDIT ? verify_audit(options) : print(action, set);
 }

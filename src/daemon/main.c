@@ -1,8 +1,8 @@
 /* sits2026d: parse options, listen, load, serve until SIGTERM or SIGINT, drain, stop.
  *
  * Signals are blocked in every thread and taken here with sigtimedwait. The first SIGTERM or SIGINT starts the drain, a second one ends it
- * at once. SIGUSR1 is how the loading thread says that it is done. Exit status: 0 after a stop that was asked for, 1 when starting failed.
- */
+ * at once. SIGHUP has keys read again. SIGUSR1 is how the loading thread says that it is done. Exit status: 0 after a stop that was asked
+ * for, 1 when starting failed. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -87,6 +87,7 @@ static int serve(const struct options *options)
   sigaddset(&set, SIGTERM);
   sigaddset(&set, SIGINT);
   sigaddset(&set, SIGUSR1);
+  sigaddset(&set, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &set, NULL);
   signal(SIGPIPE, SIG_IGN);
   raise_descriptor_limit(options->max_connections + (options->grpc_port ? options->grpc_max_connections : 0) + 256);
@@ -107,6 +108,7 @@ static int serve(const struct options *options)
   int signal_number;
   while ((signal_number = wait_signal(&set, notify.interval_us ? notify.interval_us / 2 : -1)) != SIGTERM && signal_number != SIGINT) {
     notify_feed(&notify, health_is_live(&service.health));
+    if (signal_number == SIGHUP) service_reload(&service);
     if (signal_number != SIGUSR1 || is_loaded || !atomic_load(&loader.is_done)) continue;
     pthread_join(thread, NULL);
     if (loader.status) {

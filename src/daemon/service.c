@@ -20,7 +20,7 @@
 static enum sits_status open_grpc(struct service *service, const struct options *options, struct sits_error *err)
 {
   struct rpc_options rpc = {.host = options->grpc_host, .port = (int)options->grpc_port,
-                            .max_connections = (int)options->grpc_max_connections, .api_key = options->api_key,
+                            .max_connections = (int)options->grpc_max_connections, .access = service->access,
                             .ssl_certfile = options->ssl_certfile, .ssl_keyfile = options->ssl_keyfile,
                             .client_cafile = options->grpc_client_cafile};
   if (!rpc.port) return SITS_OK;
@@ -58,6 +58,8 @@ enum sits_status service_open(struct service *service, const struct options *opt
   health_init(&service->health, WEDGED_AFTER_US);
   enum sits_status status = metrics_create(&service->metrics);
   if (status) return sits_fail(err, status, "no memory for the metrics");
+  status = access_create(options->api_key, options->api_key_file, &service->access, err);
+  if (status) return status;
   metrics_watch_gpus(service->metrics);
   struct api_limits limits = api_limits_default;
   limits.max_body_bytes = options->max_body_bytes;
@@ -68,7 +70,7 @@ enum sits_status service_open(struct service *service, const struct options *opt
   if (status) return status;
   struct http_options http = {.host = options->host, .port = (int)options->port, .n_threads = (int)options->http_threads, .n_workers = 2,
                               .max_connections = (int)options->max_connections, .idle_timeout_s = (int64_t)options->http_idle_timeout_s,
-                              .ping_us = (int64_t)(options->sse_ping_s * 1e6), .api_key = options->api_key,
+                              .ping_us = (int64_t)(options->sse_ping_s * 1e6), .access = service->access,
                               .metrics_require_key = options->metrics_require_key, .ssl_certfile = options->ssl_certfile,
                               .ssl_keyfile = options->ssl_keyfile};
   status = http_server_start(&http, service->api, &service->health, service->metrics, &service->http, err);
@@ -185,7 +187,6 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .kv_cache_bytes = (uint64_t)o->kv_cache_memory,
                                      .gpu_memory_utilization = o->gpu_memory_utilization,
                                      .kv_codec = o->kv_cache_dtype,
-                                     .kv_page_budget = (int32_t)o->kv_page_budget,
                                      .prefix_caching = o->enable_prefix_caching,
                                      .swap_bytes = (uint64_t)o->swap_space,
                                      .policy = o->enable_chunked_prefill ? o->policy : "continuous",
@@ -288,6 +289,17 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
   return SITS_OK;
 }
 
+/* ---- changing while serving ---- */
+
+void service_reload(struct service *service)
+{
+  struct sits_error err = {0};
+  int32_t n_keys = 0;
+  if (!service->options->api_key_file) return;
+  if (access_reload(service->access, &n_keys, &err)) log_error("daemon", "the API keys stay as they were: %s", err.text);
+  else log_info("daemon", "API keys read again: %d in force", n_keys);
+}
+
 /* ---- stopping ---- */
 
 void service_drain(struct service *service)
@@ -318,6 +330,7 @@ void service_close(struct service *service)
   audit_close(service->audit);
   trace_close(service->trace);
   metrics_destroy(service->metrics);
+  access_destroy(service->access);
   chat_template_destroy(service->chat_template);
   tokenizer_destroy(service->tokenizer);
   mem_free(service->model_name);

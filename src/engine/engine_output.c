@@ -168,7 +168,6 @@ static enum sits_finish draw(struct sits_engine *engine, struct engine_choice *c
   }
   int64_t now_us = engine->last_step_end_us;
   if (atomic_load(&request->times[TIME_FIRST_TOKEN]) == 0) {
-    atomic_store(&request->times[TIME_COMPUTED_FIRST], atomic_load(&request->times[TIME_COMPUTED]));
     atomic_store(&request->times[TIME_FIRST_TOKEN], now_us);
     engine_observe(&engine->stats.ttft_seconds, (double)(now_us - atomic_load(&request->times[TIME_SUBMITTED])) * 1e-6);
   }
@@ -262,18 +261,8 @@ static void draw_rows(struct sits_engine *engine, struct engine_choice *choice, 
   engine->stats.spec_drafts += n_draft > 0;
   engine->stats.spec_draft_tokens += (uint64_t)n_draft;
   engine->stats.spec_accepted_tokens += (uint64_t)n_accepted;
-  for (int32_t i = 0; i < n_accepted; i++) engine->stats.spec_accepted_at[i < ENGINE_SPEC_POSITIONS ? i : ENGINE_SPEC_POSITIONS - 1]++;
   if (finish != SITS_FINISH_NONE) engine_finish(engine, choice, finish, SITS_OK, finish == SITS_FINISH_STOP ? token : -1);
   else update_entry(engine, choice);
-}
-
-/* With a page budget: what the item's queries gave to the sequence's pages, page by page of queries. Returns the next item's first row. */
-static int32_t credit_pages(struct sits_engine *engine, const struct engine_choice *choice, int32_t n_tokens, int32_t row)
-{
-  int32_t first = choice->n_computed / KV_TOKENS, last = (choice->n_computed + n_tokens - 1) / KV_TOKENS;
-  for (int32_t page = first; page <= last; page++, row++)
-    kv_credit(engine->pages, choice->slot, page, engine->page_mass + (int64_t)row * engine->batch.table_stride);
-  return row;
 }
 
 static void count_compute(struct sits_engine *engine, struct sits_request *request)
@@ -286,7 +275,7 @@ static void count_compute(struct sits_engine *engine, struct sits_request *reque
 void engine_outputs(struct sits_engine *engine, const struct backend_result *result)
 {
   const struct backend_batch *batch = &engine->batch;
-  int32_t r = 0, mass_row = 0;
+  int32_t r = 0;
   if (result->tokens) take_drawn(engine, result->tokens);
   engine->logits = result->logits;
   if (result->logits) engine_pool_run(engine->pool, &engine->sampler, batch->n_rows, make_row, engine);
@@ -296,7 +285,6 @@ void engine_outputs(struct sits_engine *engine, const struct backend_result *res
     struct sits_request *request = choice->request;
     if (item->n_tokens == 0) continue;
     count_compute(engine, request);
-    if (engine->page_mass) mass_row = credit_pages(engine, choice, item->n_tokens, mass_row);
     for (; r < batch->n_rows && engine->rows[r].item == i && engine->rows[r].is_prompt; r++) {
       prompt_row(engine, request, &engine->rows[r]);
     }

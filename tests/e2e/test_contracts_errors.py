@@ -183,10 +183,10 @@ def test_contract_52_deep_and_many_nodes(tiny):
 def test_contract_53_deny_by_default(launch):
     server = launch(TINY, "--api-key", "sesame", wait=False)
     server.wait_ready()
-    public = ["/health", "/health/live", "/health/ready", "/v1/health/model", "/ping", "/metrics"]
+    public = ["/health", "/health/live", "/health/ready", "/v1/health/model", "/ping"]
     for path in public:
         assert server.get(path)[0] == 200, path
-    for path in ("/v1/models", "/v1/models/tiny", "/version", "/invocations", "/", "/docs", "/openapi.json"):
+    for path in ("/v1/models", "/v1/models/tiny", "/version", "/metrics", "/invocations", "/", "/docs", "/openapi.json"):
         status, headers, data = server.get(path)
         check_error(status, data, 401, "invalid_api_key")
         assert headers["www-authenticate"] == "Bearer"
@@ -200,10 +200,11 @@ def test_contract_53_deny_by_default(launch):
 
 
 def test_contract_53_metrics_by_option(launch):
-    server = launch(TINY, "--api-key", "sesame", "--metrics-require-key", wait=False)
-    server.wait_ready()
-    assert server.get("/metrics")[0] == 401
-    assert server.get("/metrics", {"Authorization": "Bearer sesame"})[0] == 200
+    for option, want in (("--metrics-require-key", 401), ("--no-metrics-require-key", 200)):
+        server = launch(TINY, "--api-key", "sesame", option, wait=False)
+        server.wait_ready()
+        assert server.get("/metrics")[0] == want
+        assert server.get("/metrics", {"Authorization": "Bearer sesame"})[0] == 200
 
 
 UNSUPPORTED = [{

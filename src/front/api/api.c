@@ -78,6 +78,17 @@ bool api_model_is(const struct api_model *model, const char *name)
   return false;
 }
 
+enum sits_status api_model_check(const struct api_model *model, const char *name, const char *where, const struct access_grant *grant,
+                                 struct sits_error *err)
+{
+  if (!model) return sits_fail(err, SITS_UNAVAILABLE, "the model is still loading");
+  if (!api_model_is(model, name))
+    return sits_fail_param(err, SITS_MODEL_NOT_FOUND, "model", "the model named in %s is not served here", where);
+  if (!access_allows_model(grant, name ? name : model->names[0]))
+    return sits_fail_param(err, SITS_PERMISSION_DENIED, "model", "this key may not use the model");
+  return SITS_OK;
+}
+
 void api_set_timeout(struct api *api, int64_t timeout_us) { api->deadline_us = timeout_us; }
 const struct api_limits *api_limits(const struct api *api) { return &api->limits; }
 

@@ -42,6 +42,10 @@ enum sits_status api_model_set(struct api *api, const struct api_model *model, s
 const struct api_model *api_model(const struct api *api);   /* NULL while loading */
 /* Whether a request's model name is the served one; NULL is. */
 bool api_model_is(const struct api_model *model, const char *name);
+/* Whether a model that is named (NULL: the served one) may be used by a key. SITS_UNAVAILABLE while loading, SITS_MODEL_NOT_FOUND,
+ * SITS_PERMISSION_DENIED. where: "model" or another place that the name came from, for the text. */
+enum sits_status api_model_check(const struct api_model *model, const char *name, const char *where, const struct access_grant *grant,
+                                 struct sits_error *err) SITS_MUST_CHECK;
 
 /* Before traffic: time that a request may take from its submission, 0 = none. */
 void api_set_timeout(struct api *api, int64_t timeout_us);

@@ -127,6 +127,7 @@ static enum sits_status submit_part(struct api_part *part, const struct api_mode
   if (status) return status;
   struct sits_request_params params = {.prompt = part->prompt.ids, .n_prompt = (int32_t)part->prompt.n, .n_choices = (int32_t)request->n,
                                        .service_class = request->service_class, .priority = (int32_t)request->priority,
+                                       .tenant = access_tenant(request->grant),
                                        .user = (void *)(uintptr_t)part->handle};
   if (request->cache_salt) params.cache_salt = hash_bytes(1, request->cache_salt, strlen(request->cache_salt)) | 1;
   if (part->call->api->deadline_us) params.deadline_us = clock_monotonic_us() + part->call->api->deadline_us;
@@ -195,9 +196,8 @@ enum sits_status api_call_create(struct api *api, struct api_request *request, c
                                  struct api_call **out, struct sits_error *err)
 {
   const struct api_model *model = api_model(api);
-  if (!model) return sits_fail(err, SITS_UNAVAILABLE, "the model is still loading");
-  if (!api_model_is(model, request->model))
-    return sits_fail_param(err, SITS_MODEL_NOT_FOUND, "model", "the model named in 'model' is not served here");
+  enum sits_status status = api_model_check(model, request->model, "'model'", request->grant, err);
+  if (status) return status;
   if (!atomic_load(&api->is_admitting)) return sits_fail(err, SITS_UNAVAILABLE, "the server is shutting down");
   struct api_call *call = mem_calloc(1, sizeof *call);
   if (!call) return sits_fail(err, SITS_NOMEM, "no memory for another request");
@@ -206,7 +206,7 @@ enum sits_status api_call_create(struct api *api, struct api_request *request, c
   atomic_init(&call->cancel_status, SITS_OK);
   int32_t n_parts = request->kind == API_CHAT ? 1 : (int32_t)request->n_prompts;
   call->parts = mem_calloc((size_t)n_parts, sizeof *call->parts);
-  enum sits_status status = call->parts ? SITS_OK : sits_fail(err, SITS_NOMEM, "no memory for another request");
+  status = call->parts ? SITS_OK : sits_fail(err, SITS_NOMEM, "no memory for another request");
   if (call->parts) call->n_parts = call->n_parts_left = n_parts;
   for (int32_t p = 0; p < call->n_parts; p++) {
     call->parts[p].call = call;
@@ -235,9 +235,15 @@ enum sits_status api_call_submit(struct api_call *call, const char *id, struct s
   if (!status) status = sits_engine_may_queue(model->engine, call->n_parts, call->n_choices, n_tokens, err);
   if (status) return status;
   if (!enter(call->api)) return sits_fail(err, SITS_UNAVAILABLE, "the server is shutting down");
+  status = access_start_call(call->request->grant, call->usage.n_prompt_tokens, err);
+  if (status) {
+    leave(call->api);
+    return status;
+  }
   for (int32_t p = 0; p < call->n_parts && !status; p++) status = submit_part(&call->parts[p], model, id, seed, err);
   if (status) {
     abandon(call);
+    access_end_call(call->request->grant, call->usage.n_prompt_tokens, 0, false);
     leave(call->api);
     return status;
   }
@@ -284,8 +290,8 @@ static void merge_timing(struct api_call *call, struct api_part *part)
 {
   struct sits_request_timing t, *all = &call->usage.timing;
   sits_request_timing(part->request, &t);
-  /* Released early, when a stop string matched: it ends now. */
-  if (!t.done_us) t.done_us = t.submitted_us + t.queue_us + t.prefill_us + t.decode_us + t.scheduling_us;
+  if (!t.done_us) t.done_us = clock_monotonic_us(); /* released early: a stop string matched */
+  if (t.first_token_us && !t.decode_us) t.decode_us = t.done_us - t.first_token_us;
 #define EARLIEST(f) if (t.f && (!all->f || t.f < all->f)) all->f = t.f
 #define LONGEST(f) if (t.f > all->f) all->f = t.f
   EARLIEST(submitted_us);
@@ -325,8 +331,8 @@ static void finish_call(struct api_call *call, enum sits_status status, const ch
   else api->calls = call->next;
   if (call->next) call->next->previous = call->previous;
   pthread_mutex_unlock(&api->mutex);
-  if (call->usage.timing.done_us) call->usage.delivered_us = clock_monotonic_us();
   struct api_result result = {.status = status, .text = text ? text : sits_status_info(status)->text, .usage = call->usage};
+  access_end_call(call->request->grant, call->usage.n_prompt_tokens, call->usage.n_output_tokens, true);
   call->sink->done(call->context, &result);
   leave(api);
   api_call_unref(call);

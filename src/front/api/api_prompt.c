@@ -13,16 +13,20 @@
 
 struct special { const char *text; size_t n_bytes; int32_t id; };
 
+struct range { int32_t from, to; };
+
 struct api_specials {
-  struct special *list;       /* [n] longest first */
+  struct special *list;       /* [n] in the order of their bytes */
   int32_t n;
-  bool starts[256];           /* some special token starts with this byte */
+  struct range starts[256];   /* of those that start with this byte */
 };
 
-static int longer_first(const void *a, const void *b)
+static int by_bytes(const void *a, const void *b)
 {
   const struct special *x = a, *y = b;
-  return x->n_bytes < y->n_bytes ? 1 : x->n_bytes > y->n_bytes ? -1 : x->id < y->id ? -1 : 1;
+  int order = memcmp(x->text, y->text, x->n_bytes < y->n_bytes ? x->n_bytes : y->n_bytes);
+  if (order || x->n_bytes == y->n_bytes) return order ? order : x->id < y->id ? -1 : 1;
+  return x->n_bytes < y->n_bytes ? -1 : 1;
 }
 
 enum sits_status api_specials_create(const struct tokenizer *tokenizer, struct api_specials **out)
@@ -42,9 +46,13 @@ enum sits_status api_specials_create(const struct tokenizer *tokenizer, struct a
     s.text = tokenizer_piece(tokenizer, id, &s.n_bytes);
     if (!s.text || !s.n_bytes) continue;
     specials->list[specials->n++] = s;
-    specials->starts[(unsigned char)s.text[0]] = true;
   }
-  qsort(specials->list, (size_t)specials->n, sizeof *specials->list, longer_first);
+  qsort(specials->list, (size_t)specials->n, sizeof *specials->list, by_bytes);
+  for (int32_t i = 0; i < specials->n; i++) {
+    struct range *range = &specials->starts[(unsigned char)specials->list[i].text[0]];
+    if (range->to == 0) range->from = i;
+    range->to = i + 1;
+  }
   *out = specials;
   return SITS_OK;
 }
@@ -56,16 +64,31 @@ void api_specials_destroy(struct api_specials *specials)
   mem_free(specials);
 }
 
-/* The longest special token at text[0], NULL when none; with or_cut also one that the end of the text cuts off. */
+/* The first of the range's entries whose byte at `depth` is at least c; those that end before it come first. */
+static int32_t first_with(const struct api_specials *specials, struct range range, size_t depth, unsigned c)
+{
+  while (range.from < range.to) {
+    int32_t middle = range.from + (range.to - range.from) / 2;
+    const struct special *s = &specials->list[middle];
+    if (s->n_bytes <= depth || (unsigned char)s->text[depth] < c) range.from = middle + 1;
+    else range.to = middle;
+  }
+  return range.from;
+}
+
+/* The longest special token at text[0], NULL when none; with or_cut also one that the end of the text cuts off. Byte by byte the range of
+ * entries that begin as the text does is narrowed, so a place costs as many steps as it shares bytes with some entry, not one per entry. */
 static const struct special *match(const struct api_specials *specials, const char *text, size_t n_bytes, bool or_cut)
 {
-  if (!specials->starts[(unsigned char)text[0]]) return NULL;
-  for (int32_t i = 0; i < specials->n; i++) {
-    const struct special *s = &specials->list[i];
-    size_t n = s->n_bytes <= n_bytes ? s->n_bytes : or_cut ? n_bytes : 0;
-    if (n && !memcmp(s->text, text, n)) return s;
+  struct range range = specials->starts[(unsigned char)text[0]];
+  const struct special *best = NULL;
+  for (size_t depth = 1; range.from < range.to; depth++) {
+    if (specials->list[range.from].n_bytes == depth) best = &specials->list[range.from];
+    if (depth == n_bytes) return or_cut ? &specials->list[range.from] : best;
+    unsigned c = (unsigned char)text[depth];
+    range = (struct range){first_with(specials, range, depth, c), first_with(specials, range, depth, c + 1)};
   }
-  return NULL;
+  return best;
 }
 
 /* ---- marking ---- */
@@ -298,6 +321,7 @@ enum sits_status api_prompt_budget(const struct api_model *model, const struct a
                                    struct sits_error *err)
 {
   const char *param = request->kind == API_CHAT ? "messages" : "prompt";
+  int64_t most = access_max_tokens(request->grant);
   if (n_prompt == 0) return sits_fail_param(err, SITS_INVALID_ARGUMENT, param, "the prompt has no tokens");
   int64_t wanted = api_request_max_tokens(request), room = model->max_model_len - n_prompt;
   int64_t least = wanted >= 0 ? wanted : 1; /* what must fit */
@@ -306,7 +330,11 @@ enum sits_status api_prompt_budget(const struct api_model *model, const struct a
                            "This model's maximum context length is %d tokens. However, you requested %lld tokens (%lld in the %s, %lld in "
                            "the completion). Please reduce the length of the %s or the completion.",
                            model->max_model_len, (long long)(n_prompt + least), (long long)n_prompt, param, (long long)least, param);
+  if (most >= 0 && wanted > most)
+    return sits_fail_param(err, SITS_PERMISSION_DENIED, request->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens",
+                           "this key may ask for at most %lld tokens", (long long)most);
   if (wanted < 0) wanted = request->kind == API_CHAT || room < 16 ? room : 16; /* OpenAI's default for completions */
+  if (most >= 0 && wanted > most) wanted = most;
   *max_tokens = (int32_t)wanted;
   return SITS_OK;
 }

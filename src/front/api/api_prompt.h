@@ -36,7 +36,8 @@ enum sits_status api_prompt_messages(struct api *api, const struct api_request *
 enum sits_status api_prompt_text(const struct api_model *model, const struct api_request *request, int64_t index, struct token_list *out,
                                  struct sits_error *err) SITS_MUST_CHECK;
 
-/* Tokens a choice may have, given its prompt's length: the request's wish, or what fits. SITS_CONTEXT_LENGTH when it does not fit. */
+/* Tokens a choice may have, given its prompt's length: the request's wish, or what fits. SITS_CONTEXT_LENGTH when it does not fit,
+ * SITS_PERMISSION_DENIED when it is more than the key may ask for. */
 enum sits_status api_prompt_budget(const struct api_model *model, const struct api_request *request, int64_t n_prompt, int32_t *max_tokens,
                                    struct sits_error *err) SITS_MUST_CHECK;
 

@@ -42,12 +42,12 @@ struct field {
   enum field_type type;
   size_t offset, has_offset;       /* of the value in struct api_request, and of a bool set when it is present (0: none) */
   double min, max;                 /* INT and REAL, both ends included */
-  bool min_is_open;                /* REAL: min itself is not allowed */
   api_field_reader *reader;        /* READER */
 };
 
 #define AT(member) offsetof(struct api_request, member)
 #define LARGE 9007199254740991.0   /* 2^53 - 1 */
+#define LEAST 1e-6                 /* of what must not be 0, also not as a float */
 
 static const struct field fields[] = {
   {"model", EVERY, FIELD_STRING, AT(model)},
@@ -55,10 +55,10 @@ static const struct field fields[] = {
   {"prompt", API_COMPLETION | API_TOKENIZE, FIELD_READER, .reader = api_read_prompt},
   {"tokens", API_DETOKENIZE, FIELD_READER, .reader = api_read_tokens},
   {"temperature", GENERATE, FIELD_REAL, AT(temperature), 0, 0, 2},
-  {"top_p", GENERATE, FIELD_REAL, AT(top_p), 0, 0, 1, .min_is_open = true},
+  {"top_p", GENERATE, FIELD_REAL, AT(top_p), 0, LEAST, 1},
   {"min_p", GENERATE, FIELD_REAL, AT(min_p), 0, 0, 1},
   {"top_k", GENERATE, FIELD_INT, AT(top_k), 0, -1, 1 << 24},
-  {"repetition_penalty", GENERATE, FIELD_REAL, AT(repetition_penalty), 0, 0, 1e3, .min_is_open = true},
+  {"repetition_penalty", GENERATE, FIELD_REAL, AT(repetition_penalty), 0, LEAST, 1e3},
   {"presence_penalty", GENERATE, FIELD_REAL, AT(presence_penalty), 0, -2, 2},
   {"frequency_penalty", GENERATE, FIELD_REAL, AT(frequency_penalty), 0, -2, 2},
   {"seed", GENERATE, FIELD_INT, AT(seed), AT(has_seed), -9223372036854775808.0, 9223372036854775807.0},
@@ -124,6 +124,7 @@ void api_request_destroy(struct api_request *request)
 {
   if (!request) return;
   if (request->body) json_decref(request->body);
+  access_release(request->grant);
   arena_fini(&request->arena);
   mem_free(request);
 }
@@ -131,13 +132,20 @@ void api_request_destroy(struct api_request *request)
 enum sits_status api_request_set_class(struct api_request *request, const char *name, struct sits_error *err)
 {
   static const char *const names[SITS_CLASS_COUNT] = {[SITS_CLASS_HIGH] = "high", [SITS_CLASS_NORMAL] = "normal", [SITS_CLASS_LOW] = "low"};
-  for (int i = 0; name && i < SITS_CLASS_COUNT; i++)
-    if (!strcasecmp(name, names[i])) {
-      request->service_class = (enum sits_class)i;
-      return SITS_OK;
-    }
-  if (!name) return SITS_OK;
-  return sits_fail_param(err, SITS_INVALID_ARGUMENT, "X-QoS-Level", "X-QoS-Level must be high, normal or low");
+  static const enum sits_class by_default[] = {SITS_CLASS_NORMAL, SITS_CLASS_LOW, SITS_CLASS_HIGH};
+  int wanted = 0;
+  if (!name) {
+    while (wanted < 2 && !access_allows_class(request->grant, by_default[wanted])) wanted++;
+    wanted = by_default[wanted];
+  } else {
+    while (wanted < SITS_CLASS_COUNT && strcasecmp(name, names[wanted])) wanted++;
+  }
+  if (wanted == SITS_CLASS_COUNT)
+    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "X-QoS-Level", "X-QoS-Level must be high, normal or low");
+  if (!access_allows_class(request->grant, wanted))
+    return sits_fail_param(err, SITS_PERMISSION_DENIED, "X-QoS-Level", "this key may not ask for the class '%s'", names[wanted]);
+  request->service_class = (enum sits_class)wanted;
+  return SITS_OK;
 }
 
 int64_t api_request_max_tokens(const struct api_request *request)
@@ -169,10 +177,9 @@ enum sits_status api_read_int(const json_t *value, const char *name, double min,
 
 static enum sits_status check_real(const struct field *field, double v, struct sits_error *err)
 {
-  bool is_low = field->min_is_open ? v <= field->min : v < field->min;
-  if (!is_low && v <= field->max) return SITS_OK; /* NaN fails the second test */
-  return sits_fail_param(err, SITS_INVALID_ARGUMENT, field->name, "'%s' must be %s %g and at most %g", field->name,
-                         field->min_is_open ? "greater than" : "at least", field->min, field->max);
+  if (v >= field->min && v <= field->max) return SITS_OK; /* NaN fails both */
+  return sits_fail_param(err, SITS_INVALID_ARGUMENT, field->name, "'%s' must be at least %g and at most %g", field->name, field->min,
+                         field->max);
 }
 
 static enum sits_status read_field(const struct field *field, const json_t *value, const struct api_limits *limits,

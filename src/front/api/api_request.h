@@ -20,6 +20,7 @@
 #include <stdint.h>
 
 #include "base/arena.h"
+#include "front/access/access.h"
 #include "sits2026/engine.h"
 #include "sits2026/status.h"
 
@@ -54,6 +55,7 @@ struct api_request {
   struct arena arena;
   json_t *body;                 /* owned reference (NULL without JSON): strings below may point into it */
   const char *model;            /* NULL: the model that is served */
+  struct access_grant *grant;   /* what the client's key allows; one reference, NULL without keys */
 
   json_t *messages;             /* borrowed from body or owned through it; array of objects; NULL unless chat */
   json_t *template_kwargs;      /* extra template variables, NULL when none */
@@ -116,7 +118,8 @@ enum sits_status api_request_parse_json(enum api_kind kind, json_t *root, const 
 enum sits_status api_request_check(const struct api_request *request, const struct api_limits *limits, struct sits_error *err)
     SITS_MUST_CHECK;
 
-/* "high", "normal" or "low" (any case); NULL is normal. SITS_INVALID_ARGUMENT names the header X-QoS-Level. */
+/* "high", "normal" or "low" (any case); NULL is normal, or the best below it that the grant allows. SITS_INVALID_ARGUMENT and
+ * SITS_PERMISSION_DENIED name the header X-QoS-Level. */
 enum sits_status api_request_set_class(struct api_request *request, const char *name, struct sits_error *err) SITS_MUST_CHECK;
 
 /* Most tokens a choice may have as the request says it, -1 when it does not. */

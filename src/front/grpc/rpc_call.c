@@ -13,8 +13,6 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
-#include "front/api/api_access.h"
-#include "front/api/api_timing.h"
 #include "front/grpc/rpc_internal.h"
 
 static void on_new(struct rpc *rpc, bool ok);
@@ -47,6 +45,7 @@ static void dispose(struct rpc *rpc)
   if (rpc->received) grpc_byte_buffer_destroy(rpc->received);
   if (rpc->writing) grpc_byte_buffer_destroy(rpc->writing);
   if (rpc->call) grpc_call_unref(rpc->call);
+  access_release(rpc->grant);
   pthread_mutex_destroy(&rpc->mutex);
   mem_free(rpc->text);
   mem_free(rpc->param);
@@ -120,9 +119,10 @@ static void uncount(struct rpc_server *server, const struct rpc_method *method)
 static void observe(const struct rpc *rpc)
 {
   const struct rpc_method *method = rpc->method;
-  struct api_record record = {.transport = "grpc", .id = rpc->id, .route = method ? method->path : "?", .tenant = "", .key = "",
-                              .peer = rpc->peer, .is_public = method && method->is_public, .kind = method ? method->kind : 0,
-                              .code = sent_code(rpc), .status = rpc->has_sent_status ? rpc->status : SITS_CANCELLED,
+  struct api_record record = {.transport = "grpc", .id = rpc->id, .route = method ? method->path : "?",
+                              .tenant = access_tenant_name(rpc->grant), .key = access_key_id(rpc->grant), .peer = rpc->peer,
+                              .is_public = method && !method->roles, .kind = method ? method->kind : 0, .code = sent_code(rpc),
+                              .status = rpc->has_sent_status ? rpc->status : SITS_CANCELLED,
                               .client_left = rpc->is_cancelled && !rpc->has_sent_status, .started_unix_us = rpc->started_unix_us,
                               .started_us = rpc->started_us, .received_us = rpc->started_us, .ended_us = rpc->ended_us,
                               .parent = &rpc->parent};
@@ -159,10 +159,20 @@ void rpc_unref(struct rpc *rpc)
 
 /* ---- sending ---- */
 
-static void add_metadata(grpc_metadata *list, size_t *n, const char *key, const char *value)
+#define MAX_TRAILERS 12 /* error code and field, Retry-After, six of X-RateLimit */
+
+struct metadata { grpc_metadata list[MAX_TRAILERS]; size_t n; };
+
+static void add_metadata(void *context, const char *key, const char *value)
 {
-  list[*n] = (grpc_metadata){.key = grpc_slice_from_static_string(key), .value = grpc_slice_from_copied_string(value)};
-  (*n)++;
+  struct metadata *trailer = context;
+  if (trailer->n == MAX_TRAILERS) return;
+  trailer->list[trailer->n++] = (grpc_metadata){.key = grpc_slice_from_static_string(key), .value = grpc_slice_from_copied_string(value)};
+}
+
+static void drop_metadata(struct metadata *trailer)
+{
+  for (size_t i = 0; i < trailer->n; i++) grpc_slice_unref(trailer->list[i].value);
 }
 
 /* Bytes that metadata values may hold are printable ASCII; ours are constants and names of fields, checked anyway. */
@@ -173,14 +183,17 @@ static bool is_plain(const char *text)
   return true;
 }
 
-static size_t fill_trailer(const struct rpc *rpc, grpc_metadata *list)
+static void fill_trailer(const struct rpc *rpc, struct metadata *trailer)
 {
-  size_t n = 0;
-  if (!rpc->status) return 0;
+  access_write_headers(rpc->grant, add_metadata, trailer);
+  if (!rpc->status) return;
   const char *code = sits_status_info(rpc->status)->code;
-  if (code) add_metadata(list, &n, "sits-error-code", code);
-  if (rpc->param && rpc->param[0] && is_plain(rpc->param)) add_metadata(list, &n, "sits-error-param", rpc->param);
-  return n;
+  if (code) add_metadata(trailer, "sits-error-code", code);
+  if (rpc->param && rpc->param[0] && is_plain(rpc->param)) add_metadata(trailer, "sits-error-param", rpc->param);
+  if (rpc->status != SITS_RATE_LIMITED) return;
+  char seconds[16];
+  snprintf(seconds, sizeof seconds, "%d", access_retry_after_s(rpc->grant));
+  add_metadata(trailer, "retry-after", seconds);
 }
 
 /* Start the next batch when none is in flight: head, at most one message, and the status after the last one. */
@@ -190,14 +203,14 @@ static void pump_locked(struct rpc *rpc)
   bool ends = rpc->wants_status && (!message || !message->next);
   if (rpc->is_closed || rpc->is_broken || rpc->is_writing || rpc->has_sent_status || (!message && !ends)) return;
   grpc_op ops[3] = {0};
-  grpc_metadata head[1], trailer[2];
+  struct metadata head = {.n = 0}, trailer = {.n = 0};
   grpc_slice details = grpc_empty_slice();
-  size_t n = 0, n_head = 0, n_trailer = 0;
+  size_t n = 0;
   if (!rpc->has_sent_head) {
-    add_metadata(head, &n_head, "x-request-id", rpc->id);
+    add_metadata(&head, "x-request-id", rpc->id);
     ops[n].op = GRPC_OP_SEND_INITIAL_METADATA;
-    ops[n].data.send_initial_metadata.count = n_head;
-    ops[n++].data.send_initial_metadata.metadata = head;
+    ops[n].data.send_initial_metadata.count = head.n;
+    ops[n++].data.send_initial_metadata.metadata = head.list;
   }
   if (message) {
     rpc->writing = grpc_raw_byte_buffer_create(&message->bytes, 1);
@@ -212,18 +225,18 @@ static void pump_locked(struct rpc *rpc)
     mem_free(message);
   }
   if (ends) {
-    n_trailer = fill_trailer(rpc, trailer);
+    fill_trailer(rpc, &trailer);
     if (rpc->text) details = grpc_slice_from_copied_string(rpc->text);
     ops[n].op = GRPC_OP_SEND_STATUS_FROM_SERVER;
     ops[n].data.send_status_from_server.status = rpc->code;
     ops[n].data.send_status_from_server.status_details = rpc->text ? &details : NULL;
-    ops[n].data.send_status_from_server.trailing_metadata_count = n_trailer;
-    ops[n++].data.send_status_from_server.trailing_metadata = trailer;
+    ops[n].data.send_status_from_server.trailing_metadata_count = trailer.n;
+    ops[n++].data.send_status_from_server.trailing_metadata = trailer.list;
   }
   rpc_ref(rpc);
   grpc_call_error error = grpc_call_start_batch(rpc->call, ops, n, &rpc->write_tag, NULL);
-  for (size_t i = 0; i < n_head; i++) grpc_slice_unref(head[i].value);
-  for (size_t i = 0; i < n_trailer; i++) grpc_slice_unref(trailer[i].value);
+  drop_metadata(&head);
+  drop_metadata(&trailer);
   grpc_slice_unref(details);
   if (error) {
     log_error("grpc", "id=%s a batch was refused: %s", rpc->id, grpc_call_error_to_string(error));
@@ -346,12 +359,15 @@ static bool find_metadata(const struct rpc *rpc, const char *key, char *out, siz
   return false;
 }
 
-static bool is_authorized(const struct rpc *rpc)
+/* Key, role and quota. An unknown method tells itself apart only to those who have a key. */
+static enum sits_status check_access(struct rpc *rpc, struct sits_error *err)
 {
-  const char *key = rpc->server->options.api_key;
+  unsigned roles = rpc->method ? rpc->method->roles : ACCESS_ANY_ROLE;
   char value[8192];
-  if (!key || (rpc->method && rpc->method->is_public)) return true;
-  return find_metadata(rpc, "authorization", value, sizeof value) && api_access_bearer_is(value, key);
+  if (!roles) return SITS_OK;
+  bool has_value = find_metadata(rpc, "authorization", value, sizeof value);
+  enum sits_status status = access_identify(rpc->server->options.access, has_value ? value : NULL, &rpc->grant);
+  return status || !rpc->method ? status : access_admit(rpc->grant, roles, err);
 }
 
 /* Sockets that rpc_accept.c handed over are known to the library by their number only. */
@@ -385,7 +401,7 @@ static void begin(struct rpc *rpc)
   metrics_grpc_begin(server->metrics);
   char given[80];
   bool has_id = find_metadata(rpc, "x-request-id", given, sizeof given);
-  api_access_choose_id(has_id ? given : NULL, atomic_fetch_add(&server->next_number, 1), rpc->id, sizeof rpc->id);
+  access_choose_id(has_id ? given : NULL, atomic_fetch_add(&server->next_number, 1), rpc->id, sizeof rpc->id);
   if (!find_metadata(rpc, "x-qos-level", rpc->qos, sizeof rpc->qos)) rpc->qos[0] = '\0';
   pthread_mutex_lock(&server->mutex);
   rpc->is_listed = true;
@@ -411,8 +427,9 @@ static void on_new(struct rpc *rpc, bool ok)
   rpc->owes_arm = !arm_successor(rpc->server, rpc->queue, rpc->method);
   begin(rpc);
   struct sits_error err = {0};
-  if (!is_authorized(rpc)) {
-    rpc_fail(rpc, SITS_UNAUTHENTICATED, NULL);
+  enum sits_status status = check_access(rpc, &err);
+  if (status) {
+    rpc_fail(rpc, status, &err);
   } else if (!rpc->method) {
     (void)sits_fail(&err, SITS_METHOD_NOT_ALLOWED, "there is no such method");
     rpc_fail(rpc, SITS_METHOD_NOT_ALLOWED, &err);
@@ -425,21 +442,18 @@ static void on_new(struct rpc *rpc, bool ok)
   rpc_unref(rpc);
 }
 
-static void note_end(const struct rpc *rpc)
+/* What the log line tells of a call, copied under its mutex and written without it: stderr may be slow. */
+struct outcome { int code; int64_t n_prompt_tokens, n_output_tokens; };
+
+static void note_end(const struct rpc *rpc, const struct outcome *outcome)
 {
-  int code = sent_code(rpc);
-  metrics_grpc_end(rpc->server->metrics, rpc->method ? (int)(rpc->method - rpc_methods) : rpc_n_methods, code);
-  const int64_t now_us = clock_monotonic_us();
-  double ms = (double)(now_us - rpc->started_us) / 1000;
-  char timing[API_TIMING_LOG_BYTES];
+  metrics_grpc_end(rpc->server->metrics, rpc->method ? (int)(rpc->method - rpc_methods) : rpc_n_methods, outcome->code);
+  double ms = (double)(clock_monotonic_us() - rpc->started_us) / 1000;
   const char *path = rpc->method ? rpc->method->path : "?";
-  api_timing_log(&rpc->usage, now_us, timing);
-  if (rpc->usage.timing.done_us) metrics_request_delivery(rpc->server->metrics, now_us - rpc->usage.timing.done_us);
   if (rpc->method && rpc->method->kind)
-    log_info("grpc", "id=%s method=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s%s", rpc->id, path, code, ms,
-             (long long)rpc->usage.n_prompt_tokens, (long long)rpc->usage.n_output_tokens, timing,
-             rpc->is_cancelled ? " client_left=1" : "");
-  else log_debug("grpc", "id=%s method=%s status=%d ms=%.1f", rpc->id, path, code, ms);
+    log_info("grpc", "id=%s method=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s", rpc->id, path, outcome->code, ms,
+             (long long)outcome->n_prompt_tokens, (long long)outcome->n_output_tokens, rpc->is_cancelled ? " client_left=1" : "");
+  else log_debug("grpc", "id=%s method=%s status=%d ms=%.1f", rpc->id, path, outcome->code, ms);
 }
 
 static void on_close(struct rpc *rpc, bool ok)
@@ -450,8 +464,9 @@ static void on_close(struct rpc *rpc, bool ok)
   drop_messages_locked(rpc);
   struct api_call *call = rpc->api_call;
   bool left = rpc->is_cancelled && !rpc->has_sent_status && rpc->method && rpc->method->kind;
-  note_end(rpc);
+  struct outcome outcome = {sent_code(rpc), rpc->n_prompt_tokens, rpc->n_output_tokens};
   pthread_mutex_unlock(&rpc->mutex);
+  note_end(rpc, &outcome);
   if (left) metrics_add(rpc->server->metrics, METRICS_DISCONNECTS, 1);
   if (call) api_call_cancel(call, SITS_CANCELLED); /* does nothing when it is done */
   rpc_unref(rpc);

@@ -41,7 +41,8 @@ static void sink_done(void *context, const struct api_result *result)
   struct rpc *rpc = context;
   enum sits_status status = result->status;
   pthread_mutex_lock(&rpc->mutex);
-  rpc->usage = result->usage;
+  rpc->n_prompt_tokens = result->usage.n_prompt_tokens;
+  rpc->n_output_tokens = result->usage.n_output_tokens;
   const ProtobufCMessage *message = status ? NULL : rpc_reply_done(&rpc->reply, result);
   if (!status && (!message || !rpc_send_locked(rpc, message, 0))) status = SITS_NOMEM;
   rpc_end_locked(rpc, status, status == result->status ? result->text : NULL, NULL);
@@ -74,10 +75,9 @@ enum sits_status rpc_answer_generate(struct rpc *rpc, const ProtobufCMessage *me
   struct api *api = rpc->server->api;
   struct api_request *parsed = NULL;
   struct api_call *call = NULL;
-  enum sits_status status = rpc_request_parse(message, rpc->method->kind, rpc->method->is_stream, api_limits(api), &parsed, err);
+  enum sits_status status = rpc_parse(rpc, message, &parsed, err);
   if (status) return status;
-  status = api_request_set_class(parsed, rpc->qos[0] ? rpc->qos : NULL, err);
-  if (!status) status = api_call_create(api, parsed, &sink, rpc, &call, err);
+  status = api_call_create(api, parsed, &sink, rpc, &call, err);
   if (status) {
     api_request_destroy(parsed);
     return status;

@@ -30,7 +30,7 @@ struct rpc_tag { void (*run)(struct rpc *rpc, bool ok); struct rpc *rpc; };
 struct rpc_method {
   const char *path;                          /* "/package.Service/Method" */
   const ProtobufCMessageDescriptor *request; /* what is read first; NULL: the handler reads messages itself (bidirectional streams) */
-  bool is_public;                            /* no key asked */
+  unsigned roles;                            /* of enum access_role, a key needs one of them; 0: no key is asked */
   bool is_slow;                              /* answered on a worker */
   bool is_endless;                           /* may stay open without work: a drain does not wait for it */
   bool is_stream;                            /* the server streams */
@@ -58,6 +58,7 @@ struct rpc {
   int is_cancelled;                    /* [queue] written by the library before the close tag */
   char id[68];                         /* [init] x-request-id */
   char qos[16];                        /* [init] x-qos-level */
+  struct access_grant *grant;          /* [init] once it has begun: what its key allows; one reference */
   bool owes_arm;                       /* [queue] no successor could be allocated: this one is armed again instead of freed */
   bool is_listed;                      /* [server.mutex] */
   struct rpc_tag new_tag, close_tag, write_tag, kick_tag, read_tag; /* [init] */
@@ -83,7 +84,7 @@ struct rpc {
   struct api_call *api_call;           /* [mutex] one reference; NULL until created */
   struct rpc_reply reply;              /* [mutex] */
   bool has_reply;                      /* [mutex] */
-  struct api_usage usage;           /* [mutex] for the log line */
+  int64_t n_prompt_tokens, n_output_tokens; /* [mutex] for the log line */
   grpc_byte_buffer *received;          /* [queue] reflection */
   bool is_watching;                    /* [mutex] health */
   int shown_health;                    /* [mutex] the last status a watcher was told */
@@ -156,6 +157,10 @@ enum sits_status rpc_wire_check(const ProtobufCMessageDescriptor *type, const ui
 /* The request as the JSON object that HTTP would have brought, parsed and checked by the same parser. */
 enum sits_status rpc_request_parse(const ProtobufCMessage *message, enum api_kind kind, bool is_stream, const struct api_limits *limits,
                                    struct api_request **out, struct sits_error *err) SITS_MUST_CHECK;
+
+/* rpc_work.c: the same with the rpc's grant and class, before anything that needs the model. */
+enum sits_status rpc_parse(struct rpc *rpc, const ProtobufCMessage *message, struct api_request **out, struct sits_error *err)
+    SITS_MUST_CHECK;
 
 /* rpc_generate.c, rpc_methods.c, rpc_health.c, rpc_reflection.c: answers */
 enum sits_status rpc_answer_generate(struct rpc *rpc, const ProtobufCMessage *message, struct sits_error *err);

@@ -12,14 +12,10 @@
 static enum sits_status parse(struct rpc *rpc, const ProtobufCMessage *message, const struct api_model **model, struct api_request **out,
                               struct sits_error *err)
 {
-  struct api *api = rpc->server->api;
-  *model = api_model(api);
-  if (!*model) return sits_fail(err, SITS_UNAVAILABLE, "the model is still loading");
-  enum sits_status status = rpc_request_parse(message, rpc->method->kind, false, api_limits(api), out, err);
-  if (status || api_model_is(*model, (*out)->model)) return status;
-  api_request_destroy(*out);
-  *out = NULL;
-  return sits_fail_param(err, SITS_MODEL_NOT_FOUND, "model", "the model named in 'model' is not served here");
+  *model = api_model(rpc->server->api);
+  enum sits_status status = rpc_parse(rpc, message, out, err);
+  if (!status) status = api_model_check(*model, (*out)->model, "'model'", rpc->grant, err);
+  return status; /* what was parsed is the caller's to destroy */
 }
 
 /* ---- tokenizer ---- */
@@ -114,6 +110,7 @@ static enum sits_status answer_list_models(struct rpc *rpc, const ProtobufCMessa
   Sits2026__V1__ListModelsResponse out = SITS2026__V1__LIST_MODELS_RESPONSE__INIT;
   out.data = list;
   for (int32_t i = 0; model && i < model->n_names; i++) {
+    if (!access_allows_model(rpc->grant, model->names[i])) continue;
     fill_model(model, model->names[i], &models[i]);
     list[out.n_data++] = &models[i];
   }
@@ -124,16 +121,21 @@ static enum sits_status answer_get_model(struct rpc *rpc, const ProtobufCMessage
 {
   const Sits2026__V1__GetModelRequest *wanted = (const Sits2026__V1__GetModelRequest *)message;
   const struct api_model *model = api_model(rpc->server->api);
-  if (!model) return sits_fail(err, SITS_UNAVAILABLE, "the model is still loading");
   if (!wanted->model || !wanted->model[0]) return sits_fail_param(err, SITS_MISSING_PARAMETER, "model", "'model' is required");
-  if (!api_model_is(model, wanted->model))
-    return sits_fail_param(err, SITS_MODEL_NOT_FOUND, "model", "the model named in 'model' is not served here");
+  enum sits_status status = api_model_check(model, wanted->model, "'model'", rpc->grant, err);
+  if (status) return status;
   Sits2026__V1__Model out;
   fill_model(model, wanted->model, &out);
   return rpc_reply_one(rpc, &out.base, err);
 }
 
 /* ---- abort ---- */
+
+/* A key may end its own tenant's calls, an admin's everyone's; others do not exist for it. */
+static bool may_abort(const struct rpc *rpc, const struct rpc *other)
+{
+  return access_has_role(rpc->grant, ACCESS_ADMIN) || access_tenant(rpc->grant) == access_tenant(other->grant);
+}
 
 /* Cancelling takes the api's locks, which come after server.mutex in the order; the calls are found first and held. */
 static enum sits_status answer_abort(struct rpc *rpc, const ProtobufCMessage *message, struct sits_error *err)
@@ -145,7 +147,7 @@ static enum sits_status answer_abort(struct rpc *rpc, const ProtobufCMessage *me
   int32_t n = 0;
   pthread_mutex_lock(&server->mutex);
   for (struct rpc *at = server->rpcs; at; at = at->next) {
-    if (strcmp(at->id, wanted->request_id)) continue;
+    if (strcmp(at->id, wanted->request_id) || !may_abort(rpc, at)) continue;
     pthread_mutex_lock(&at->mutex);
     bool is_running = at->api_call && !at->wants_status && !at->is_closed;
     pthread_mutex_unlock(&at->mutex);
@@ -162,29 +164,28 @@ static enum sits_status answer_abort(struct rpc *rpc, const ProtobufCMessage *me
 }
 
 #define INFERENCE "/sits2026.v1.Inference/"
+#define MODEL_WORK .roles = ACCESS_INFERENCE, .is_slow = true
 
 const struct rpc_method rpc_methods[] = {
-  {INFERENCE "Generate", &sits2026__v1__generate_request__descriptor, .is_slow = true, .kind = API_COMPLETION,
+  {INFERENCE "Generate", &sits2026__v1__generate_request__descriptor, MODEL_WORK, .kind = API_COMPLETION, .answer = rpc_answer_generate},
+  {INFERENCE "GenerateStream", &sits2026__v1__generate_request__descriptor, MODEL_WORK, .is_stream = true,
+   .kind = API_COMPLETION, .answer = rpc_answer_generate},
+  {INFERENCE "Chat", &sits2026__v1__chat_request__descriptor, MODEL_WORK, .kind = API_CHAT, .answer = rpc_answer_generate},
+  {INFERENCE "ChatStream", &sits2026__v1__chat_request__descriptor, MODEL_WORK, .is_stream = true, .kind = API_CHAT,
    .answer = rpc_answer_generate},
-  {INFERENCE "GenerateStream", &sits2026__v1__generate_request__descriptor, .is_slow = true, .is_stream = true, .kind = API_COMPLETION,
-   .answer = rpc_answer_generate},
-  {INFERENCE "Chat", &sits2026__v1__chat_request__descriptor, .is_slow = true, .kind = API_CHAT, .answer = rpc_answer_generate},
-  {INFERENCE "ChatStream", &sits2026__v1__chat_request__descriptor, .is_slow = true, .is_stream = true, .kind = API_CHAT,
-   .answer = rpc_answer_generate},
-  {INFERENCE "Tokenize", &sits2026__v1__tokenize_request__descriptor, .is_slow = true, .kind = API_TOKENIZE, .answer = answer_tokenize},
-  {INFERENCE "Detokenize", &sits2026__v1__detokenize_request__descriptor, .is_slow = true, .kind = API_DETOKENIZE,
+  {INFERENCE "Tokenize", &sits2026__v1__tokenize_request__descriptor, MODEL_WORK, .kind = API_TOKENIZE, .answer = answer_tokenize},
+  {INFERENCE "Detokenize", &sits2026__v1__detokenize_request__descriptor, MODEL_WORK, .kind = API_DETOKENIZE,
    .answer = answer_detokenize},
-  {INFERENCE "ListModels", &sits2026__v1__list_models_request__descriptor, .answer = answer_list_models},
-  {INFERENCE "GetModel", &sits2026__v1__get_model_request__descriptor, .answer = answer_get_model},
-  {INFERENCE "Abort", &sits2026__v1__abort_request__descriptor, .answer = answer_abort},
-  {"/grpc.health.v1.Health/Check", &grpc__health__v1__health_check_request__descriptor, .is_public = true,
-   .answer = rpc_answer_health_check},
-  {"/grpc.health.v1.Health/Watch", &grpc__health__v1__health_check_request__descriptor, .is_public = true, .is_endless = true,
+  {INFERENCE "ListModels", &sits2026__v1__list_models_request__descriptor, .roles = ACCESS_INFERENCE, .answer = answer_list_models},
+  {INFERENCE "GetModel", &sits2026__v1__get_model_request__descriptor, .roles = ACCESS_INFERENCE, .answer = answer_get_model},
+  {INFERENCE "Abort", &sits2026__v1__abort_request__descriptor, .roles = ACCESS_INFERENCE, .answer = answer_abort},
+  {"/grpc.health.v1.Health/Check", &grpc__health__v1__health_check_request__descriptor, .answer = rpc_answer_health_check},
+  {"/grpc.health.v1.Health/Watch", &grpc__health__v1__health_check_request__descriptor, .is_endless = true,
    .is_stream = true, .answer = rpc_answer_health_watch},
-  {"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", NULL, .is_endless = true, .is_stream = true,
-   .answer = rpc_answer_reflection},
-  {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", NULL, .is_endless = true, .is_stream = true,
-   .answer = rpc_answer_reflection},
+  {"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", NULL, .roles = ACCESS_ANY_ROLE, .is_endless = true,
+   .is_stream = true, .answer = rpc_answer_reflection},
+  {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", NULL, .roles = ACCESS_ANY_ROLE,
+   .is_endless = true, .is_stream = true, .answer = rpc_answer_reflection},
 };
 const int rpc_n_methods = sizeof rpc_methods / sizeof *rpc_methods;
 _Static_assert(sizeof rpc_methods / sizeof *rpc_methods <= RPC_MAX_METHODS, "make room in struct rpc_server");

@@ -9,6 +9,7 @@
 #ifndef SITS_FRONT_GRPC_RPC_SERVER_H
 #define SITS_FRONT_GRPC_RPC_SERVER_H
 
+#include "front/access/access.h"
 #include "front/api/api.h"
 #include "front/health/health.h"
 #include "front/metrics/metrics.h"
@@ -19,7 +20,7 @@ struct rpc_options {
   const char *host;             /* NULL: 127.0.0.1 */
   int port;                     /* 0: any */
   int max_connections;          /* plain text only; with TLS the library accepts without a limit */
-  const char *api_key;          /* NULL: open. Health is always open */
+  struct access *access;        /* who may do what; borrowed. Health is always open */
   const char *ssl_certfile, *ssl_keyfile; /* both or none */
   const char *client_cafile;    /* with TLS: clients must show a certificate that one of these signed; NULL: none is asked for */
 };

@@ -15,6 +15,19 @@ void rpc_drop_payload(struct rpc *rpc)
   rpc->n_payload_bytes = 0;
 }
 
+enum sits_status rpc_parse(struct rpc *rpc, const ProtobufCMessage *message, struct api_request **out, struct sits_error *err)
+{
+  struct api_request *parsed = NULL;
+  enum sits_status status =
+    rpc_request_parse(message, rpc->method->kind, rpc->method->is_stream, api_limits(rpc->server->api), &parsed, err);
+  if (status) return status;
+  parsed->grant = access_hold(rpc->grant);
+  status = api_request_set_class(parsed, rpc->qos[0] ? rpc->qos : NULL, err);
+  if (status) api_request_destroy(parsed);
+  else *out = parsed;
+  return status;
+}
+
 void rpc_run(struct rpc *rpc)
 {
   struct sits_error err = {0};

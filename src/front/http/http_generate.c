@@ -124,7 +124,8 @@ static void sink_done(void *context, const struct api_result *result)
   struct buf whole;
   buf_init(&whole, MAX_WHOLE_BYTES);
   pthread_mutex_lock(&request->mutex);
-  request->usage = result->usage;
+  request->n_prompt_tokens = result->usage.n_prompt_tokens;
+  request->n_output_tokens = result->usage.n_output_tokens;
   bool is_stream = request->is_stream;
   if (is_stream) {
     request->outcome = result->status;
@@ -168,12 +169,9 @@ static enum sits_status start_call(struct http_request *request, struct sits_err
   struct http_server *server = request->server;
   struct api_request *parsed = NULL;
   struct api_call *call = NULL;
-  enum sits_status status = api_request_parse(http_routes[request->route].kind, request->body.data ? request->body.data : "",
-                                              request->body.size, api_limits(server->api), &parsed, err);
-  http_request_drop_body(request);
+  enum sits_status status = http_request_parse(request, &parsed, err);
   if (status) return status;
-  status = api_request_set_class(parsed, request->qos[0] ? request->qos : NULL, err);
-  if (!status) status = api_call_create(server->api, parsed, &sink, request, &call, err);
+  status = api_call_create(server->api, parsed, &sink, request, &call, err);
   if (status) {
     api_request_destroy(parsed);
     return status;

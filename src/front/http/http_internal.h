@@ -20,7 +20,7 @@ struct http_request;
 struct http_route {
   const char *path;              /* exact, or a prefix when it ends in '/' */
   bool is_post;                  /* POST, else GET and HEAD */
-  bool is_public;                /* no key asked */
+  unsigned roles;                /* of enum access_role, a key needs one of them; 0: no key is asked */
   enum api_kind kind;            /* of POST routes */
   void (*answer)(struct http_request *request); /* GET: on the pool's thread; POST: on a worker. Ends in http_respond* or waits for one */
 };
@@ -40,6 +40,7 @@ struct http_request {
   const char *tail;                   /* [pool] what follows a prefix route's path; valid within the handler */
   char id[68];                        /* [init] X-Request-Id */
   char qos[16];                       /* [init] X-QoS-Level, "" when absent */
+  struct access_grant *grant;         /* [pool] before it begins, then constant: what its key allows; one reference */
   char verb[8];                       /* [init] HTTP method, cut */
   char peer[API_PEER_BYTES];          /* [init] address and port */
   struct api_trace_parent parent;     /* [init] */
@@ -71,7 +72,7 @@ struct http_request {
   bool is_stalled;                    /* [mutex] the api was told that out is full */
   int64_t oldest_us;                  /* [mutex] when the engine handed over the oldest unsent token, 0 none */
   int64_t last_write_us;              /* [mutex] of bytes taken by the writer */
-  struct api_usage usage;           /* [mutex] for the log line */
+  int64_t n_prompt_tokens, n_output_tokens; /* [mutex] for the log line */
 
   struct http_request *next, *previous; /* [mutex server.mutex] all requests */
   struct http_request *hash_next;       /* [mutex server.mutex] watched ones, by number */
@@ -119,6 +120,8 @@ void http_request_ref(struct http_request *request);
 void http_request_unref(struct http_request *request);
 /* Wake the connection if it sleeps for this reason; the request's mutex is held. */
 void http_wake_locked(struct http_request *request, enum http_wait wait);
+/* Parse the body and free it; the grant and the class are set. Before anything that needs the model. */
+enum sits_status http_request_parse(struct http_request *request, struct api_request **out, struct sits_error *err) SITS_MUST_CHECK;
 /* Free the body and give its bytes back to the server's budget. */
 void http_request_drop_body(struct http_request *request);
 /* Answer. The body's bytes are taken over. Any thread, once; later ones are dropped. */
@@ -130,8 +133,8 @@ void http_add_headers(struct http_request *request, struct MHD_Response *respons
 
 /* http_routes.c */
 int http_route_find(const char *url, const char **tail);   /* -1: none */
-/* Whether no key is asked for it. */
-bool http_route_is_public(const struct http_server *server, const struct http_route *route);
+/* The roles of which a key needs one here; 0: no key is asked. */
+unsigned http_route_roles(const struct http_server *server, const struct http_route *route);
 
 /* http_generate.c, http_tokenize.c */
 void http_answer_generate(struct http_request *request);

@@ -8,7 +8,6 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
-#include "front/api/api_access.h"
 #include "front/http/http_internal.h"
 
 static const char *header_of(struct MHD_Connection *connection, const char *name)
@@ -37,7 +36,7 @@ struct http_request *http_request_create(struct http_server *server, struct MHD_
   buf_init(&request->body, (size_t)api_limits(server->api)->max_body_bytes + 1);
   buf_init(&request->out, 64u << 20);
   pthread_mutex_init(&request->mutex, NULL);
-  api_access_choose_id(header_of(connection, "X-Request-Id"), request->number, request->id, sizeof request->id);
+  access_choose_id(header_of(connection, "X-Request-Id"), request->number, request->id, sizeof request->id);
   const char *qos = header_of(connection, "X-QoS-Level");
   snprintf(request->qos, sizeof request->qos, "%s", qos ? qos : "");
   pthread_mutex_lock(&server->mutex);
@@ -58,11 +57,12 @@ static void observe(const struct http_request *request)
   const struct http_server *server = request->server;
   const struct http_route *route = request->route >= 0 ? &http_routes[request->route] : NULL;
   struct api_record record = {.transport = "http", .id = request->id, .route = route ? route->path : "?", .verb = request->verb,
-                              .tenant = "", .key = "", .peer = request->peer, .kind = route ? route->kind : 0, .code = request->status,
+                              .tenant = access_tenant_name(request->grant), .key = access_key_id(request->grant), .peer = request->peer,
+                              .kind = route ? route->kind : 0, .code = request->status,
                               .status = request->outcome, .client_left = request->was_cut, .started_unix_us = request->started_unix_us,
                               .started_us = request->started_us, .received_us = request->received_us, .ended_us = request->ended_us,
                               .parent = &request->parent};
-  record.is_public = route && http_route_is_public(server, route);
+  record.is_public = route && !http_route_roles(server, route);
   if (request->was_cut && !record.status) record.status = SITS_CANCELLED;
   if (request->call) api_record_call(&record, request->call);
   api_observe(server->api, &record);
@@ -77,6 +77,7 @@ void http_request_unref(struct http_request *request)
   if (request->has_reply) http_reply_fini(&request->reply);
   if (request->response) MHD_destroy_response(request->response);
   http_request_drop_body(request);
+  access_release(request->grant);
   buf_fini(&request->out);
   pthread_mutex_destroy(&request->mutex);
   mem_free(request);
@@ -91,6 +92,20 @@ void http_request_drop_body(struct http_request *request)
   buf_fini(&request->body);
 }
 
+enum sits_status http_request_parse(struct http_request *request, struct api_request **out, struct sits_error *err)
+{
+  struct api_request *parsed = NULL;
+  enum sits_status status = api_request_parse(http_routes[request->route].kind, request->body.data ? request->body.data : "",
+                                              request->body.size, api_limits(request->server->api), &parsed, err);
+  http_request_drop_body(request);
+  if (status) return status;
+  parsed->grant = access_hold(request->grant);
+  status = api_request_set_class(parsed, request->qos[0] ? request->qos : NULL, err);
+  if (status) api_request_destroy(parsed);
+  else *out = parsed;
+  return status;
+}
+
 void http_wake_locked(struct http_request *request, enum http_wait wait)
 {
   if (wait == HTTP_WAIT_NONE || request->wait != wait || request->is_completed) return;
@@ -98,8 +113,11 @@ void http_wake_locked(struct http_request *request, enum http_wait wait)
   MHD_resume_connection(request->connection);
 }
 
+static void add_header(void *response, const char *name, const char *value) { MHD_add_response_header(response, name, value); }
+
 void http_add_headers(struct http_request *request, struct MHD_Response *response)
 {
+  access_write_headers(request->grant, add_header, response);
   MHD_add_response_header(response, "X-Request-Id", request->id);
   MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
   if (atomic_load(&request->server->is_draining)) MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
@@ -109,7 +127,9 @@ static void add_retry_after(struct http_request *request, enum sits_status statu
 {
   if (!sits_status_info(status)->retryable) return;
   const struct http_engine *engine = atomic_load(&request->server->engine);
-  int32_t seconds = engine && status == SITS_QUEUE_FULL ? engine->retry_after_s(engine->context) : 1;
+  int32_t seconds = 1;
+  if (engine && status == SITS_QUEUE_FULL) seconds = engine->retry_after_s(engine->context);
+  if (status == SITS_RATE_LIMITED) seconds = access_retry_after_s(request->grant);
   char text[16];
   snprintf(text, sizeof text, "%d", seconds > 0 ? seconds : 1);
   MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, text);

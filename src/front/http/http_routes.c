@@ -57,9 +57,12 @@ static void answer_models(struct http_request *request)
   struct buf body;
   buf_init(&body, 65536);
   buf_append_text(&body, "{\"object\":\"list\",\"data\":[");
+  bool is_first = true;
   for (int32_t i = 0; model && i < model->n_names; i++) {
-    if (i) buf_append_char(&body, ',');
+    if (!access_allows_model(request->grant, model->names[i])) continue;
+    if (!is_first) buf_append_char(&body, ',');
     append_model(model, model->names[i], &body);
+    is_first = false;
   }
   buf_append_text(&body, "]}");
   http_respond(request, MHD_HTTP_OK, "application/json", &body);
@@ -68,12 +71,10 @@ static void answer_models(struct http_request *request)
 static void answer_model(struct http_request *request)
 {
   const struct api_model *model = api_model(request->server->api);
-  if (!model) {
-    http_respond_error(request, SITS_UNAVAILABLE, "the model is still loading", NULL);
-    return;
-  }
-  if (!api_model_is(model, request->tail)) {
-    http_respond_error(request, SITS_MODEL_NOT_FOUND, "the model named in the path is not served here", "model");
+  struct sits_error err = {0};
+  enum sits_status status = api_model_check(model, request->tail, "the path", request->grant, &err);
+  if (status) {
+    http_respond_failure(request, status, &err);
     return;
   }
   struct buf body;
@@ -111,25 +112,25 @@ static void answer_metrics(struct http_request *request)
 }
 
 const struct http_route http_routes[] = {
-  {"/v1/chat/completions", .is_post = true, .kind = API_CHAT, .answer = http_answer_generate},
-  {"/v1/completions", .is_post = true, .kind = API_COMPLETION, .answer = http_answer_generate},
-  {"/tokenize", .is_post = true, .kind = API_TOKENIZE, .answer = http_answer_tokenize},
-  {"/detokenize", .is_post = true, .kind = API_DETOKENIZE, .answer = http_answer_detokenize},
-  {"/v1/models", .answer = answer_models},
-  {"/v1/models/", .answer = answer_model},
-  {"/v1/health/model", .is_public = true, .answer = answer_model_health},
-  {"/health", .is_public = true, .answer = answer_ready},
-  {"/health/live", .is_public = true, .answer = answer_live},
-  {"/health/ready", .is_public = true, .answer = answer_ready},
-  {"/ping", .is_public = true, .answer = answer_ready},
-  {"/metrics", .answer = answer_metrics},
-  {"/version", .answer = answer_version},
+  {"/v1/chat/completions", .is_post = true, .roles = ACCESS_INFERENCE, .kind = API_CHAT, .answer = http_answer_generate},
+  {"/v1/completions", .is_post = true, .roles = ACCESS_INFERENCE, .kind = API_COMPLETION, .answer = http_answer_generate},
+  {"/tokenize", .is_post = true, .roles = ACCESS_INFERENCE, .kind = API_TOKENIZE, .answer = http_answer_tokenize},
+  {"/detokenize", .is_post = true, .roles = ACCESS_INFERENCE, .kind = API_DETOKENIZE, .answer = http_answer_detokenize},
+  {"/v1/models", .roles = ACCESS_INFERENCE, .answer = answer_models},
+  {"/v1/models/", .roles = ACCESS_INFERENCE, .answer = answer_model},
+  {"/v1/health/model", .answer = answer_model_health},
+  {"/health", .answer = answer_ready},
+  {"/health/live", .answer = answer_live},
+  {"/health/ready", .answer = answer_ready},
+  {"/ping", .answer = answer_ready},
+  {"/metrics", .roles = ACCESS_METRICS, .answer = answer_metrics},
+  {"/version", .roles = ACCESS_ANY_ROLE, .answer = answer_version},
 };
 const int http_n_routes = sizeof http_routes / sizeof *http_routes;
 
-bool http_route_is_public(const struct http_server *server, const struct http_route *route)
+unsigned http_route_roles(const struct http_server *server, const struct http_route *route)
 {
-  return route->is_public || (!strcmp(route->path, "/metrics") && !server->options.metrics_require_key);
+  return route->roles == ACCESS_METRICS && !server->options.metrics_require_key ? 0 : route->roles;
 }
 
 int http_route_find(const char *url, const char **tail)

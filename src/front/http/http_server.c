@@ -18,8 +18,6 @@
 #include "base/log.h"
 #include "base/mapfile.h"
 #include "base/mem.h"
-#include "front/api/api_access.h"
-#include "front/api/api_timing.h"
 #include "front/http/http_internal.h"
 
 #define CONNECTION_MEMORY_BYTES (32u << 10) /* headers and the window of a body */
@@ -30,13 +28,16 @@
 
 /* ---- checks before the body ---- */
 
-static bool is_authorized(const struct http_request *request)
+/* The roles of which a key needs one; 0: no key is asked. An unknown route tells itself apart only to those who have a key. */
+static unsigned roles_of(const struct http_request *request)
 {
-  const struct http_options *options = &request->server->options;
-  if (!options->api_key) return true;
-  if (request->route >= 0 && http_route_is_public(request->server, &http_routes[request->route])) return true;
-  const char *value = MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION);
-  return api_access_bearer_is(value, options->api_key);
+  return request->route < 0 ? ACCESS_ANY_ROLE : http_route_roles(request->server, &http_routes[request->route]);
+}
+
+static enum sits_status identify(struct http_request *request)
+{
+  return access_identify(request->server->options.access,
+                         MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION), &request->grant);
 }
 
 struct framing { int n_length, n_encoding, n_host, n_headers; bool is_malformed; const char *length, *encoding; };
@@ -112,22 +113,28 @@ static bool has_json_type(const struct http_request *request)
   return !strncasecmp(type, json, sizeof json - 1) && strchr(" ;\t", type[sizeof json - 1]); /* strchr finds the terminator too */
 }
 
-/* Decide on method, headers and key; on failure the answer is stored. */
+/* Decide on headers, key, route, method, type, role and quota, in this order; on failure the answer is stored. */
 static enum sits_status check_head(struct http_request *request, const char *method)
 {
   const char *text = NULL;
-  enum sits_status status = check_framing(request, &text);
+  struct sits_error err = {0};
+  const struct http_route *route = request->route >= 0 ? &http_routes[request->route] : NULL;
+  unsigned roles = roles_of(request);
   bool is_get = !strcmp(method, "GET") || !strcmp(method, "HEAD");
-  if (!status && !is_authorized(request)) {
-    status = SITS_UNAUTHENTICATED;
-  } else if (!status && request->route < 0) {
+  enum sits_status status = check_framing(request, &text);
+  if (!status && roles) status = identify(request);
+  if (status) {
+  } else if (!route) {
     status = SITS_NOT_FOUND;
     text = "there is no such route";
-  } else if (!status && (http_routes[request->route].is_post ? strcmp(method, "POST") != 0 : !is_get)) {
+  } else if (route->is_post ? strcmp(method, "POST") != 0 : !is_get) {
     status = SITS_METHOD_NOT_ALLOWED;
-  } else if (!status && http_routes[request->route].is_post && !has_json_type(request)) {
+  } else if (route->is_post && !has_json_type(request)) {
     status = SITS_UNSUPPORTED_MEDIA;
     text = "the body must be application/json";
+  } else if (roles) {
+    status = access_admit(request->grant, roles, &err);
+    text = err.text;
   }
   if (status) http_respond_error(request, status, text, NULL);
   return status;
@@ -215,19 +222,18 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
   return queue_answer(request);
 }
 
-static void note_end(const struct http_request *request)
+/* What the log line tells of a request, copied under its mutex and written without it: stderr may be slow. */
+struct outcome { int status; bool is_gone; int64_t n_prompt_tokens, n_output_tokens; };
+
+static void log_request(const struct http_request *request, const struct outcome *outcome)
 {
-  int64_t now_us = clock_monotonic_us(), took_us = now_us - request->started_us;
-  char timing[API_TIMING_LOG_BYTES];
+  double ms = (double)(clock_monotonic_us() - request->started_us) / 1000;
   const char *path = request->route >= 0 ? http_routes[request->route].path : "?";
   bool is_call = request->route >= 0 && http_routes[request->route].is_post;
-  api_timing_log(&request->usage, now_us, timing);
-  if (request->usage.timing.done_us) metrics_request_delivery(request->server->metrics, now_us - request->usage.timing.done_us);
   if (is_call)
-    log_info("http", "id=%s route=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s%s", request->id, path, request->status,
-             (double)took_us / 1000, (long long)request->usage.n_prompt_tokens, (long long)request->usage.n_output_tokens, timing,
-             request->is_gone ? " client_left=1" : "");
-  else log_debug("http", "id=%s route=%s status=%d ms=%.1f", request->id, path, request->status, (double)took_us / 1000);
+    log_info("http", "id=%s route=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s", request->id, path, outcome->status, ms,
+             (long long)outcome->n_prompt_tokens, (long long)outcome->n_output_tokens, outcome->is_gone ? " client_left=1" : "");
+  else log_debug("http", "id=%s route=%s status=%d ms=%.1f", request->id, path, outcome->status, ms);
 }
 
 static void on_completed(void *context, struct MHD_Connection *connection, void **slot, enum MHD_RequestTerminationCode code)
@@ -246,9 +252,10 @@ static void on_completed(void *context, struct MHD_Connection *connection, void 
   struct api_call *call = request->call;
   struct MHD_Response *response = request->response; /* a stream's response holds the request: let it go here, not in the destructor */
   request->response = NULL;
-  note_end(request);
-  metrics_http(server->metrics, request->route < 0 ? http_n_routes : request->route, request->status);
+  struct outcome outcome = {request->status, request->is_gone, request->n_prompt_tokens, request->n_output_tokens};
   pthread_mutex_unlock(&request->mutex);
+  log_request(request, &outcome);
+  metrics_http(server->metrics, request->route < 0 ? http_n_routes : request->route, outcome.status);
   if (response) MHD_destroy_response(response);
   if (call) api_call_cancel(call, SITS_CANCELLED); /* does nothing when it is done */
   pthread_mutex_lock(&server->mutex);

@@ -10,6 +10,7 @@
 #define SITS_FRONT_HTTP_HTTP_SERVER_H
 
 #include "engine/engine_core.h"
+#include "front/access/access.h"
 #include "front/api/api.h"
 #include "front/health/health.h"
 #include "front/metrics/metrics.h"
@@ -24,8 +25,8 @@ struct http_options {
   int max_connections;
   int64_t idle_timeout_s;       /* of a connection that waits for us or for its client's bytes */
   int64_t ping_us;              /* silence on a stream before a comment is sent; 0 never */
-  const char *api_key;          /* NULL: open */
-  bool metrics_require_key;
+  struct access *access;        /* who may do what; borrowed */
+  bool metrics_require_key;     /* false: /metrics is open too */
   const char *ssl_certfile, *ssl_keyfile; /* both or none */
 };
 

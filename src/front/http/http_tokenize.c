@@ -10,17 +10,10 @@
 static enum sits_status parse(struct http_request *request, const struct api_model **model, struct api_request **out,
                               struct sits_error *err)
 {
-  struct api *api = request->server->api;
-  *model = api_model(api);
-  if (!*model) return sits_fail(err, SITS_UNAVAILABLE, "the model is still loading");
-  enum sits_status status = api_request_parse(http_routes[request->route].kind, request->body.data ? request->body.data : "",
-                                              request->body.size, api_limits(api), out, err);
-  http_request_drop_body(request);
-  if (status) return status;
-  if (api_model_is(*model, (*out)->model)) return SITS_OK;
-  api_request_destroy(*out);
-  *out = NULL;
-  return sits_fail_param(err, SITS_MODEL_NOT_FOUND, "model", "the model named in 'model' is not served here");
+  *model = api_model(request->server->api);
+  enum sits_status status = http_request_parse(request, out, err);
+  if (!status) status = api_model_check(*model, (*out)->model, "'model'", request->grant, err);
+  return status; /* what was parsed is the caller's to destroy */
 }
 
 static void append_token_strs(const struct api_model *model, const struct token_list *tokens, struct buf *body)

@@ -110,7 +110,6 @@ static void test_argument_refusals(void **state)
   refuse_args(&f, LOAD(&f, "stray"), "unexpected word 'stray'");
   refuse_args(&f, LOAD(&f, "--model", "m", "--ssl-certfile", "c"), "go together");
   refuse_args(&f, LOAD(&f, "--model", "m", "--max-num-seqs", "512", "--max-num-batched-tokens", "256"), "at least max-num-seqs");
-  refuse_args(&f, LOAD(&f, "--model", "m", "--metrics-require-key"), "needs an api-key");
   refuse_args(&f, LOAD(&f, "--model", "m", "--grpc-port", "1", "--grpc-max-connections", "9", "--ssl-certfile", "c", "--ssl-keyfile", "k"),
               "cannot be kept with TLS");
   setenv("SITS_PORT", "x", 1);
@@ -151,6 +150,47 @@ static void test_print_config_round_trip(void **state)
   buf_fini(&again);
   option_set_fini(&f.set);
   option_set_fini(&g.set);
+}
+
+/* An empty key is not "no key": a script whose variable is unset must not open the server. */
+static void test_empty_secrets_are_refused(void **state)
+{
+  struct fixture f;
+  refuse_yaml("api-key: \"\"\n", ":1: api-key is empty");
+  refuse_yaml("api-key:\n", ":1: api-key is empty");
+  refuse_yaml("api-key: \"********\"\n", ":1: api-key holds the mask");
+  refuse_args(&f, LOAD(&f, "--model", "m", "--api-key", ""), "command line: api-key is empty");
+  refuse_args(&f, LOAD(&f, "--model", "m", "--api-key="), "command line: api-key is empty");
+  setenv("SITS_API_KEY", "", 1);
+  refuse_args(&f, LOAD(&f, "--model", "m"), "environment: api-key is empty");
+  unsetenv("SITS_API_KEY");
+}
+
+/* Without a key the printed configuration starts a server without one; with a key it does not start until the key is filled in. */
+static void test_secrets_in_the_round_trip(void **state)
+{
+  struct fixture f, g;
+  struct buf out;
+  char path[64];
+  buf_init(&out, 1 << 20);
+  assert_int_equal(LOAD(&f, "--model", "m"), SITS_OK);
+  assert_true(option_write_yaml(&f.set, false, &out));
+  assert_non_null(strstr(out.data, "\n#api-key: \"\"\n"));
+  write_file(path, out.data);
+  assert_int_equal(LOAD(&g, "--config", path), SITS_OK);
+  assert_null(g.options.api_key);
+  assert_false(option_is_set(&g.set, "api-key"));
+  option_set_fini(&f.set);
+  option_set_fini(&g.set);
+  unlink(path);
+  buf_clear(&out);
+  assert_int_equal(LOAD(&f, "--model", "m", "--api-key", "hush-hush"), SITS_OK);
+  assert_true(option_write_yaml(&f.set, false, &out));
+  write_file(path, out.data);
+  refuse_args(&g, LOAD(&g, "--config", path), "holds the mask");
+  unlink(path);
+  option_set_fini(&f.set);
+  buf_fini(&out);
 }
 
 static void test_sample_file_is_current(void **state)
@@ -195,6 +235,7 @@ int main(void)
       cmocka_unit_test(test_defaults),          cmocka_unit_test(test_precedence),
       cmocka_unit_test(test_yaml_refusals),     cmocka_unit_test(test_argument_refusals),
       cmocka_unit_test(test_secret_is_masked),  cmocka_unit_test(test_print_config_round_trip),
+      cmocka_unit_test(test_empty_secrets_are_refused), cmocka_unit_test(test_secrets_in_the_round_trip),
       cmocka_unit_test(test_sample_file_is_current), cmocka_unit_test(test_allocation_failures),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

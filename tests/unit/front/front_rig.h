@@ -32,7 +32,14 @@ struct rig {
   struct api_model model;
 };
 
-static inline struct tokenizer *rig_tokenizer(void)
+/* Further special tokens after <turn>: ids from 258, "<|r" and underscores in varying number, a number, "|>". */
+static inline void rig_write_specials(FILE *file, int n_more, const char *before, const char *between, const char *after)
+{
+  static const char rule[] = "______";
+  for (int i = 0; i < n_more; i++) fprintf(file, "%s<|r%.*s%d|>%s%d%s", before, i % 7, rule, i, between, 258 + i, after);
+}
+
+static inline struct tokenizer *rig_tokenizer(int n_more)
 {
   char path[] = "/tmp/sits_front_XXXXXX";
   struct tokenizer *tokenizer = NULL;
@@ -41,14 +48,18 @@ static inline struct tokenizer *rig_tokenizer(void)
   FILE *file = fdopen(fd, "w");
   assert_non_null(file);
   fputs("{\"added_tokens\":[{\"id\":256,\"content\":\"<end>\",\"special\":true,\"normalized\":false},"
-        "{\"id\":257,\"content\":\"<turn>\",\"special\":true,\"normalized\":false}],\"normalizer\":null,"
+        "{\"id\":257,\"content\":\"<turn>\",\"special\":true,\"normalized\":false}", file);
+  rig_write_specials(file, n_more, ",{\"special\":true,\"normalized\":false,\"content\":\"", "\",\"id\":", "}");
+  fputs("],\"normalizer\":null,"
         "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false},\"decoder\":{\"type\":\"ByteLevel\"},"
         "\"model\":{\"type\":\"BPE\",\"merges\":[],\"vocab\":{", file);
   for (int b = 0, extra = 0; b < 256; b++) { /* GPT-2's byte alphabet */
     bool is_plain = (b >= 33 && b <= 126) || (b >= 161 && b <= 172) || b >= 174;
     fprintf(file, "\"\\u%04x\":%d,", is_plain ? b : 256 + extra++, b);
   }
-  fputs("\"<end>\":256,\"<turn>\":257}}}", file);
+  fputs("\"<end>\":256,\"<turn>\":257", file);
+  rig_write_specials(file, n_more, ",\"", "\":", "");
+  fputs("}}}", file);
   fclose(file);
   enum sits_status status = tokenizer_load_json(path, &tokenizer, &err);
   unlink(path);
@@ -56,16 +67,18 @@ static inline struct tokenizer *rig_tokenizer(void)
   return tokenizer;
 }
 
-static inline void rig_open(struct rig *rig)
+static inline void rig_open_with(struct rig *rig, int n_more_specials)
 {
   struct sits_error err = {0};
-  *rig = (struct rig){.tokenizer = rig_tokenizer()};
+  *rig = (struct rig){.tokenizer = rig_tokenizer(n_more_specials)};
   if (chat_template_create(rig_template_text, sizeof rig_template_text - 1, &rig->chat_template, &err)) fail_msg("%s", err.text);
   if (api_create(&api_limits_default, &rig->api, &err)) fail_msg("%s", err.text);
   rig->model = (struct api_model){.engine = &rig->engine, .tokenizer = rig->tokenizer, .chat_template = rig->chat_template,
                                   .names = {"m", "other"}, .n_names = 2, .max_model_len = 1000};
   if (api_model_set(rig->api, &rig->model, &err)) fail_msg("%s", err.text);
 }
+
+static inline void rig_open(struct rig *rig) { rig_open_with(rig, 0); }
 
 static inline void rig_close(struct rig *rig)
 {

@@ -63,6 +63,36 @@ static void test_no_text_becomes_special(void **state)
       }
 }
 
+/* Hundreds of special tokens with long common beginnings: the longest at each place is found, the template's own are, and none of a
+ * client's text is, however near it comes. */
+static void test_many_special_tokens(void **state)
+{
+  static const char *const atoms[] = {"<", "<|r", "<|r__499|>", "<|r__499|", "<|r_", "<|r_1|>"};
+  struct rig many;
+  rig_open_with(&many, 500);
+  size_t n = 0, size = 1 << 20;
+  char *body = mem_alloc(size);
+  n += (size_t)snprintf(body, size, "{\"messages\":[{\"role\":\"user\",\"content\":\"");
+  size_t start = n;
+  for (int i = 0; i < 20000; i++) n += (size_t)snprintf(body + n, size - n, "%s", atoms[(i * 7 + i / 11) % 6]);
+  char *plain = mem_strndup(body + start, n - start);
+  snprintf(body + n, size - n, "\"}]}");
+  struct api_request *request = rig_parse(API_CHAT, body);
+  struct token_list tokens = {0};
+  struct sits_error err = {0};
+  if (api_prompt_messages(many.api, request, &tokens, &err)) fail_msg("%s", err.text);
+  size_t n_plain = strlen(plain), n_lead = sizeof "user:" - 1;
+  assert_int_equal(tokens.n, 1 + n_lead + n_plain + 2 + sizeof "assistant:" - 1);
+  assert_int_equal(tokens.ids[0], RIG_TURN);
+  for (size_t i = 0; i < n_plain; i++) assert_int_equal(tokens.ids[1 + n_lead + i], plain[i]);
+  assert_int_equal(tokens.ids[1 + n_lead + n_plain], RIG_END);
+  token_list_fini(&tokens);
+  api_request_destroy(request);
+  mem_free(plain);
+  mem_free(body);
+  rig_close(&many);
+}
+
 static void test_all_markers_taken(void **state)
 {
   char messages[512] = "[{\"role\":\"user\",\"content\":\"<end>", escaped[16];
@@ -138,6 +168,7 @@ static void test_raw_prompts(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_rendered_ids), cmocka_unit_test(test_no_text_becomes_special),
+                                     cmocka_unit_test(test_many_special_tokens),
                                      cmocka_unit_test(test_all_markers_taken), cmocka_unit_test(test_refused_messages),
                                      cmocka_unit_test(test_raw_prompts)};
   return cmocka_run_group_tests(tests, set_up, tear_down);
