@@ -5,7 +5,7 @@ CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/sits2026
 MODEL_FILE=$CACHE/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 BUILD_PACKAGES=(build-essential cmake ninja-build pkg-config ccache git ca-certificates curl python3 python3-venv
-  libmicrohttpd-dev libjansson-dev libyaml-dev libpcre2-dev
+  libmicrohttpd-dev libgnutls28-dev libjansson-dev libyaml-dev libpcre2-dev
   libcurl4-gnutls-dev libgrpc-dev libprotobuf-c-dev protobuf-c-compiler)
 TEST_PACKAGES=(libcmocka-dev)
 

@@ -109,3 +109,10 @@ size_t utf8_incomplete_tail(const char *text, size_t n_bytes)
   }
   return 0;
 }
+
+size_t utf8_length(const char *text, size_t n_bytes)
+{
+  size_t n = 0;
+  for (size_t i = 0; i < n_bytes; i++) n += ((unsigned char)text[i] & 0xC0) != 0x80;
+  return n;
+}

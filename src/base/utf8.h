@@ -21,6 +21,9 @@ uint32_t utf8_decode(const char *text, size_t n_bytes, size_t *length);
 /* Write a scalar value's bytes (1..4) to out and return their number; values that are no scalar become U+FFFD. */
 size_t utf8_encode(uint32_t code_point, char out[4]);
 
+/* Scalar values in valid UTF-8. */
+size_t utf8_length(const char *text, size_t n_bytes);
+
 bool utf8_is_valid(const char *text, size_t n_bytes);
 
 /* Bytes at the end of text that are the start of an unfinished sequence (0..3). */

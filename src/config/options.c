@@ -85,8 +85,14 @@ const struct option_spec options_table[] = {
         "Time after which an idle keep-alive connection is closed."),
     FLT("sse-ping-s", sse_ping_s, "10", 0, 3600, "s", "HTTP",
         "A comment line is sent on a stream that has been silent this long. 0: never."),
-    STR("ssl-certfile", ssl_certfile, "HTTP", "PEM certificate chain; with ssl-keyfile it turns TLS on."),
+    STR("ssl-certfile", ssl_certfile, "HTTP",
+        "PEM certificate chain; with ssl-keyfile it turns TLS on. Read again on SIGHUP, as the next two."),
     STR("ssl-keyfile", ssl_keyfile, "HTTP", "PEM private key."),
+    STR("ssl-ca-certs", ssl_ca_certs, "HTTP",
+        "PEM certificates of authorities: HTTP clients must then show a certificate that one of them signed, "
+        "those that ask for health too."),
+    STR("cors-allow-origin", cors_allow_origin, "HTTP",
+        "Origins whose pages browsers may let talk to this server, with commas between them, or *. Default: none."),
     SECRET("api-key", api_key, "HTTP",
            "Key that clients must send as `Authorization: Bearer KEY` on every route but health. It has every role and no quota."),
     STR("api-key-file", api_key_file, "HTTP",
@@ -183,6 +189,8 @@ static enum sits_status check_together(struct options *options, const struct opt
   if (options->grpc_port && options->ssl_certfile && option_is_set(set, "grpc-max-connections"))
     return sits_fail_param(err, SITS_CONFIG, "grpc-max-connections",
                            "grpc-max-connections cannot be kept with TLS, where the gRPC library itself accepts");
+  if (options->ssl_ca_certs && !options->ssl_certfile)
+    return sits_fail_param(err, SITS_CONFIG, "ssl-ca-certs", "ssl-ca-certs needs ssl-certfile and ssl-keyfile");
   if (options->grpc_client_cafile && (!options->ssl_certfile || !options->grpc_port))
     return sits_fail_param(err, SITS_CONFIG, "grpc-client-cafile", "grpc-client-cafile needs grpc-port, ssl-certfile and ssl-keyfile");
   if (options->audit_log_prompts && !options->audit_log)

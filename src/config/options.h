@@ -42,7 +42,8 @@ struct options {
   int64_t port;
   int64_t http_threads, max_connections, max_body_bytes;
   double http_idle_timeout_s, sse_ping_s;
-  const char *ssl_certfile, *ssl_keyfile;
+  const char *ssl_certfile, *ssl_keyfile, *ssl_ca_certs;
+  const char *cors_allow_origin;
   const char *api_key, *api_key_file;
   bool metrics_require_key;
   double shutdown_timeout_s;

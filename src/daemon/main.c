@@ -1,8 +1,8 @@
 /* sits2026d: parse options, listen, load, serve until SIGTERM or SIGINT, drain, stop.
  *
  * Signals are blocked in every thread and taken here with sigtimedwait. The first SIGTERM or SIGINT starts the drain, a second one ends it
- * at once. SIGHUP has keys read again. SIGUSR1 is how the loading thread says that it is done. Exit status: 0 after a stop that was asked
- * for, 1 when starting failed. */
+ * at once. SIGHUP has keys and certificates read again. SIGUSR1 is how the loading thread says that it is done. Exit status: 0 after a stop
+ * that was asked for, 1 when starting failed. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -79,6 +79,14 @@ static void drain(struct service *service, const sigset_t *set, double grace_s, 
   }
 }
 
+/* What would not end may still use what it was given: leave it all to the kernel. */
+static void close_or_leave(struct service *service)
+{
+  if (service_close(service)) return;
+  log_error("daemon", "not everything could be stopped");
+  _exit(1);
+}
+
 /* 0 or 1: the exit status. */
 static int serve(const struct options *options)
 {
@@ -101,7 +109,7 @@ static int serve(const struct options *options)
   if (failed) status = sits_fail(&loader.err, SITS_INTERNAL, "no thread to load the model: %s", strerror(failed));
   if (status) {
     log_error("daemon", "cannot start: %s", loader.err.text);
-    service_close(&service);
+    close_or_leave(&service);
     return 1;
   }
   bool is_loaded = false;
@@ -114,7 +122,7 @@ static int serve(const struct options *options)
     if (loader.status) {
       health_set(&service.health, HEALTH_FAILED);
       log_error("daemon", "cannot load the model: %s", loader.err.text);
-      service_close(&service);
+      close_or_leave(&service);
       return 1;
     }
     is_loaded = true;
@@ -125,7 +133,7 @@ static int serve(const struct options *options)
     _exit(0);
   }
   drain(&service, &set, options->shutdown_timeout_s, &notify);
-  service_close(&service);
+  close_or_leave(&service);
   notify_fini(&notify);
   log_info("daemon", "stopped");
   return 0;

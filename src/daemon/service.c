@@ -20,12 +20,15 @@
 static enum sits_status open_grpc(struct service *service, const struct options *options, struct sits_error *err)
 {
   struct rpc_options rpc = {.host = options->grpc_host, .port = (int)options->grpc_port,
-                            .max_connections = (int)options->grpc_max_connections, .access = service->access,
-                            .ssl_certfile = options->ssl_certfile, .ssl_keyfile = options->ssl_keyfile,
-                            .client_cafile = options->grpc_client_cafile};
+                            .max_connections = (int)options->grpc_max_connections, .access = service->access};
   if (!rpc.port) return SITS_OK;
-  enum sits_status status = rpc_server_start(&rpc, service->api, &service->health, service->metrics, &service->rpc, err);
-  if (!status) log_info("daemon", "gRPC on %s:%d%s", rpc.host, rpc_server_port(service->rpc), rpc.ssl_certfile ? " with TLS" : "");
+  enum sits_status status = SITS_OK;
+  if (options->ssl_certfile)
+    status = net_tls_open(options->ssl_certfile, options->ssl_keyfile, options->grpc_client_cafile, &service->grpc_tls, err);
+  if (status) return status;
+  rpc.tls = service->grpc_tls;
+  status = rpc_server_start(&rpc, service->api, &service->health, service->metrics, &service->rpc, err);
+  if (!status) log_info("daemon", "gRPC on %s:%d%s", rpc.host, rpc_server_port(service->rpc), rpc.tls ? " with TLS" : "");
   return status;
 }
 
@@ -68,11 +71,14 @@ enum sits_status service_open(struct service *service, const struct options *opt
   api_set_timeout(service->api, (int64_t)(options->request_timeout_s * 1e6));
   status = open_observers(service, options, err);
   if (status) return status;
+  if (options->ssl_certfile)
+    status = net_tls_open(options->ssl_certfile, options->ssl_keyfile, options->ssl_ca_certs, &service->http_tls, err);
+  if (status) return status;
   struct http_options http = {.host = options->host, .port = (int)options->port, .n_threads = (int)options->http_threads, .n_workers = 2,
                               .max_connections = (int)options->max_connections, .idle_timeout_s = (int64_t)options->http_idle_timeout_s,
                               .ping_us = (int64_t)(options->sse_ping_s * 1e6), .access = service->access,
-                              .metrics_require_key = options->metrics_require_key, .ssl_certfile = options->ssl_certfile,
-                              .ssl_keyfile = options->ssl_keyfile};
+                              .metrics_require_key = options->metrics_require_key, .tls = service->http_tls,
+                              .cors_origins = options->cors_allow_origin};
   status = http_server_start(&http, service->api, &service->health, service->metrics, &service->http, err);
   if (status) return status;
   log_info("daemon", "listening on %s://%s:%d", options->ssl_certfile ? "https" : "http", options->host, http_server_port(service->http));
@@ -291,10 +297,20 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
 
 /* ---- changing while serving ---- */
 
+static void reload_tls(struct net_tls *tls, const char *what)
+{
+  struct sits_error err = {0};
+  if (!tls) return;
+  if (net_tls_reload(tls, &err)) log_error("daemon", "the certificates of %s stay as they were: %s", what, err.text);
+  else log_info("daemon", "certificates of %s read again", what);
+}
+
 void service_reload(struct service *service)
 {
   struct sits_error err = {0};
   int32_t n_keys = 0;
+  reload_tls(service->http_tls, "HTTP");
+  reload_tls(service->grpc_tls, "gRPC");
   if (!service->options->api_key_file) return;
   if (access_reload(service->access, &n_keys, &err)) log_error("daemon", "the API keys stay as they were: %s", err.text);
   else log_info("daemon", "API keys read again: %d in force", n_keys);
@@ -312,7 +328,7 @@ void service_drain(struct service *service)
 
 bool service_wait_idle(struct service *service, int64_t timeout_us) { return api_wait_idle(service->api, timeout_us); }
 
-void service_close(struct service *service)
+bool service_close(struct service *service)
 {
   if (service->http) {
     service_drain(service);
@@ -320,7 +336,7 @@ void service_close(struct service *service)
     api_wait_idle(service->api, FLUSH_US);
     http_server_wait_idle(service->http, FLUSH_US);
     rpc_server_wait_idle(service->rpc, FLUSH_US);
-    rpc_server_stop(service->rpc);
+    if (!rpc_server_stop(service->rpc)) return false;
     http_server_set_engine(service->http, NULL);
     http_server_stop(service->http);
   }
@@ -331,8 +347,11 @@ void service_close(struct service *service)
   trace_close(service->trace);
   metrics_destroy(service->metrics);
   access_destroy(service->access);
+  net_tls_close(service->http_tls);
+  net_tls_close(service->grpc_tls);
   chat_template_destroy(service->chat_template);
   tokenizer_destroy(service->tokenizer);
   mem_free(service->model_name);
   *service = (struct service){0};
+  return true;
 }

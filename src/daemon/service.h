@@ -18,6 +18,7 @@ struct service {
   struct health health;
   struct metrics *metrics;
   struct access *access;
+  struct net_tls *http_tls, *grpc_tls; /* NULL without TLS */
   struct api *api;
   struct audit *audit;                 /* NULL: none is kept */
   struct trace *trace;                 /* NULL: no collector */
@@ -32,11 +33,12 @@ struct service {
 
 enum sits_status service_open(struct service *service, const struct options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status service_load(struct service *service, struct sits_error *err) SITS_MUST_CHECK;
-/* On SIGHUP: read again what may change while serving (API keys). What cannot be read stays as it was, and the log says why. */
+/* On SIGHUP: read API keys and certificates again. What cannot be read stays as it was, and the log says why. */
 void service_reload(struct service *service);
 void service_drain(struct service *service);
 /* Whether every request has ended; waits at most timeout_us. */
 bool service_wait_idle(struct service *service, int64_t timeout_us);
-void service_close(struct service *service); /* half-open is fine */
+/* Half-open is fine. False: something would not end, nothing that it uses was freed, and the process must be ended at once. */
+bool service_close(struct service *service) SITS_MUST_CHECK;
 
 #endif

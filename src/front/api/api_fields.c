@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/utf8.h"
+
 #define MAX_TOKEN_ID 2147483647.0
 
 enum sits_status api_read_messages(struct api_request *request, const json_t *value, const struct api_limits *limits,
@@ -87,8 +89,9 @@ enum sits_status api_read_stop(struct api_request *request, const json_t *value,
       return sits_fail_param(err, SITS_INVALID_ARGUMENT, "stop", "'stop' must be a string or an array of strings");
     size_t n_bytes = json_string_length(stop);
     if (n_bytes == 0) return sits_fail_param(err, SITS_INVALID_ARGUMENT, "stop", "a stop string must not be empty");
-    if ((int64_t)n_bytes > limits->max_stop_bytes)
-      return sits_fail_param(err, SITS_INVALID_ARGUMENT, "stop", "a stop string is over %lld bytes", (long long)limits->max_stop_bytes);
+    if ((int64_t)utf8_length(json_string_value(stop), n_bytes) > limits->max_stop_chars)
+      return sits_fail_param(err, SITS_INVALID_ARGUMENT, "stop", "a stop string is over %lld characters",
+                             (long long)limits->max_stop_chars);
     if (memchr(json_string_value(stop), 0, n_bytes))
       return sits_fail_param(err, SITS_INVALID_ARGUMENT, "stop", "a stop string must not hold a NUL character");
     stops[i] = json_string_value(stop);
@@ -109,13 +112,13 @@ enum sits_status api_read_stop_ids(struct api_request *request, const json_t *va
   return read_ids(request, value, "stop_token_ids", &request->stop_ids, &request->n_stop_ids, err);
 }
 
-/* A key of logit_bias: a decimal token id with nothing after it. */
+/* A key of logit_bias: a decimal token id with nothing before or after it, no zeros either. */
 static bool read_token_key(const char *key, int32_t *out)
 {
   int64_t id = 0;
   size_t i = 0;
   for (; key[i] >= '0' && key[i] <= '9' && i < 10; i++) id = id * 10 + (key[i] - '0');
-  if (i == 0 || key[i] || id > INT32_MAX) return false;
+  if (i == 0 || key[i] || id > INT32_MAX || (key[0] == '0' && i > 1)) return false;
   *out = (int32_t)id;
   return true;
 }
@@ -240,6 +243,13 @@ static const struct { const char *name, *allowed; } refused[] = {
   {"lora_path", ""},
   {"reasoning", ""},
 };
+
+const char *api_field_refused(size_t i, const char **allowed)
+{
+  if (i >= sizeof refused / sizeof *refused) return NULL;
+  *allowed = refused[i].allowed;
+  return refused[i].name;
+}
 
 bool api_field_is_refused(const char *name, const json_t *value)
 {

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/utf8.h"
 #include "front/api/api_prompt.h"
 
 /* "messages[12].content" for error texts. */
@@ -127,7 +128,7 @@ static enum sits_status copy_optional(const json_t *message, size_t index, const
   char where[SITS_ERROR_PARAM_BYTES];
   path(where, index, field);
   if (!json_is_string(value)) return sits_fail_param(err, SITS_INVALID_ARGUMENT, where, "'%s' must be a string", where);
-  if (!strcmp(field, "name") && (int64_t)json_string_length(value) > limits->max_name_bytes)
+  if (!strcmp(field, "name") && (int64_t)utf8_length(json_string_value(value), json_string_length(value)) > limits->max_name_chars)
     return sits_fail_param(err, SITS_INVALID_ARGUMENT, where, "'%s' is too long", where);
   return json_object_set(into, field, value) ? sits_fail(err, SITS_NOMEM, "no memory for messages") : SITS_OK;
 }

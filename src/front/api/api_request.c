@@ -11,6 +11,7 @@
 #include "base/json.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "base/utf8.h"
 #include "front/api/api_fields.h"
 
 const struct api_limits api_limits_default = {
@@ -22,34 +23,23 @@ const struct api_limits api_limits_default = {
   .max_parts = 1024,
   .max_tokens = 1 << 24,
   .max_stops = 16,
-  .max_stop_bytes = 1024,
+  .max_stop_chars = 1024,
   .max_stop_ids = 128,
   .max_logit_bias = 1024,
   .max_top_logprobs = SITS_MAX_TOP_LOGPROBS,
   .max_template_kwargs = 64,
-  .max_name_bytes = 256,
+  .max_name_chars = 256,
 };
 
-#define GENERATE (API_CHAT | API_COMPLETION)
+#define GENERATE API_GENERATE
 #define PROMPTED (API_CHAT | API_COMPLETION | API_TOKENIZE)
 #define EVERY (API_CHAT | API_COMPLETION | API_TOKENIZE | API_DETOKENIZE)
-
-enum field_type { FIELD_BOOL, FIELD_INT, FIELD_REAL, FIELD_STRING, FIELD_READER, FIELD_HARMLESS };
-
-struct field {
-  const char *name;
-  unsigned kinds;
-  enum field_type type;
-  size_t offset, has_offset;       /* of the value in struct api_request, and of a bool set when it is present (0: none) */
-  double min, max;                 /* INT and REAL, both ends included */
-  api_field_reader *reader;        /* READER */
-};
 
 #define AT(member) offsetof(struct api_request, member)
 #define LARGE 9007199254740991.0   /* 2^53 - 1 */
 #define LEAST 1e-6                 /* of what must not be 0, also not as a float */
 
-static const struct field fields[] = {
+const struct api_field api_field_table[] = {
   {"model", EVERY, FIELD_STRING, AT(model)},
   {"messages", API_CHAT | API_TOKENIZE, FIELD_READER, .reader = api_read_messages},
   {"prompt", API_COMPLETION | API_TOKENIZE, FIELD_READER, .reader = api_read_prompt},
@@ -98,7 +88,7 @@ static const struct field fields[] = {
   {"parallel_tool_calls", EVERY, FIELD_HARMLESS}, /* says nothing without tools, and tools are refused */
   {"request_id", EVERY, FIELD_HARMLESS},          /* the X-Request-Id header is the one that counts */
 };
-#define N_FIELDS (sizeof fields / sizeof *fields)
+const size_t api_n_fields = sizeof api_field_table / sizeof *api_field_table;
 
 struct api_request *api_request_create(enum api_kind kind)
 {
@@ -175,14 +165,14 @@ enum sits_status api_read_int(const json_t *value, const char *name, double min,
   return SITS_OK;
 }
 
-static enum sits_status check_real(const struct field *field, double v, struct sits_error *err)
+static enum sits_status check_real(const struct api_field *field, double v, struct sits_error *err)
 {
   if (v >= field->min && v <= field->max) return SITS_OK; /* NaN fails both */
   return sits_fail_param(err, SITS_INVALID_ARGUMENT, field->name, "'%s' must be at least %g and at most %g", field->name, field->min,
                          field->max);
 }
 
-static enum sits_status read_field(const struct field *field, const json_t *value, const struct api_limits *limits,
+static enum sits_status read_field(const struct api_field *field, const json_t *value, const struct api_limits *limits,
                                    struct api_request *request, struct sits_error *err)
 {
   char *at = (char *)request + field->offset;
@@ -201,8 +191,9 @@ static enum sits_status read_field(const struct field *field, const json_t *valu
     break;
   case FIELD_STRING:
     if (!json_is_string(value)) return sits_fail_param(err, SITS_INVALID_ARGUMENT, name, "'%s' must be a string", name);
-    if ((int64_t)json_string_length(value) > limits->max_name_bytes)
-      return sits_fail_param(err, SITS_INVALID_ARGUMENT, name, "'%s' is longer than %lld bytes", name, (long long)limits->max_name_bytes);
+    if ((int64_t)utf8_length(json_string_value(value), json_string_length(value)) > limits->max_name_chars)
+      return sits_fail_param(err, SITS_INVALID_ARGUMENT, name, "'%s' is longer than %lld characters", name,
+                             (long long)limits->max_name_chars);
     if (memchr(json_string_value(value), 0, json_string_length(value)))
       return sits_fail_param(err, SITS_INVALID_ARGUMENT, name, "'%s' must not hold a NUL character", name);
     *(const char **)at = json_string_value(value);
@@ -214,10 +205,10 @@ static enum sits_status read_field(const struct field *field, const json_t *valu
   return status;
 }
 
-static const struct field *find_field(const char *name, enum api_kind kind)
+const struct api_field *api_field_find(const char *name, enum api_kind kind)
 {
-  for (size_t i = 0; i < N_FIELDS; i++)
-    if ((fields[i].kinds & kind) && !strcmp(fields[i].name, name)) return &fields[i];
+  for (size_t i = 0; i < api_n_fields; i++)
+    if ((api_field_table[i].kinds & kind) && !strcmp(api_field_table[i].name, name)) return &api_field_table[i];
   return NULL;
 }
 
@@ -249,10 +240,10 @@ enum sits_status api_request_parse_json(enum api_kind kind, json_t *root, const 
   json_t *value;
   json_object_foreach(root, key, value) {
     if (json_is_null(value)) continue;
-    const struct field *field = find_field(key, kind);
+    const struct api_field *field = api_field_find(key, kind);
     if (field) {
       status = read_field(field, value, limits, request, err);
-    } else if (api_field_is_refused(key, value) || ((kind & GENERATE) && find_field(key, GENERATE) && !json_is_false(value))) {
+    } else if (api_field_is_refused(key, value) || ((kind & GENERATE) && api_field_find(key, GENERATE) && !json_is_false(value))) {
       /* Also what only the other kind of completion knows, such as echo in a chat: it would change the answer. */
       status = sits_fail_param(err, SITS_UNSUPPORTED_PARAMETER, key, "the parameter '%s' is not supported with this value", key);
     } else {
@@ -276,10 +267,38 @@ static enum sits_status check_most(struct sits_error *err, const char *name, int
   return sits_fail_param(err, SITS_INVALID_ARGUMENT, name, "'%s' is over the limit of %lld", name, (long long)most);
 }
 
+bool api_field_is_token_limit(const struct api_field *field)
+{
+  return field->offset == AT(max_tokens) || field->offset == AT(max_completion_tokens);
+}
+
+int64_t api_field_cap(const struct api_field *field, const struct api_limits *limits)
+{
+  if (field->offset == AT(n)) return limits->max_choices;
+  if (field->offset == AT(top_logprobs)) return limits->max_top_logprobs;
+  if (api_field_is_token_limit(field) || field->offset == AT(min_tokens)) return limits->max_tokens;
+  return -1;
+}
+
+/* Integers against the limits, whichever of several counts in the end. */
+static enum sits_status check_caps(const struct api_request *request, const struct api_limits *limits, struct sits_error *err)
+{
+  for (size_t i = 0; i < api_n_fields; i++) {
+    const struct api_field *field = &api_field_table[i];
+    if (!(field->kinds & request->kind) || field->type != FIELD_INT) continue;
+    int64_t value = *(const int64_t *)((const char *)request + field->offset), cap = api_field_cap(field, limits);
+    enum sits_status status = cap >= 0 ? check_most(err, field->name, value, cap) : SITS_OK;
+    if (status) return status;
+    if (value == 0 && api_field_is_token_limit(field) && !request->echo)
+      return sits_fail_param(err, SITS_INVALID_ARGUMENT, field->name, "'%s' must be at least 1", field->name);
+  }
+  return SITS_OK;
+}
+
 static enum sits_status check_ranges(const struct api_request *request, struct sits_error *err)
 {
-  for (size_t i = 0; i < N_FIELDS; i++) {
-    const struct field *field = &fields[i];
+  for (size_t i = 0; i < api_n_fields; i++) {
+    const struct api_field *field = &api_field_table[i];
     if (!(field->kinds & request->kind) || field->type != FIELD_REAL) continue;
     enum sits_status status = check_real(field, *(const double *)((const char *)request + field->offset), err);
     if (status) return status;
@@ -319,11 +338,7 @@ enum sits_status api_request_check(const struct api_request *request, const stru
   enum sits_status status = check_required(request, err);
   if (!status && !(request->kind & GENERATE)) return SITS_OK;
   if (!status) status = check_ranges(request, err);
-  if (!status) status = check_most(err, "n", request->n, limits->max_choices);
-  if (!status) status = check_most(err, "max_tokens", api_request_max_tokens(request), limits->max_tokens);
-  if (!status) status = check_most(err, "min_tokens", request->min_tokens, limits->max_tokens);
-  const char *top_name = request->kind == API_CHAT ? "top_logprobs" : "logprobs";
-  if (!status) status = check_most(err, top_name, request->top_logprobs, limits->max_top_logprobs);
+  if (!status) status = check_caps(request, limits, err);
   if (!status) status = check_most(err, "stop", request->n_stops, limits->max_stops);
   if (!status) status = check_most(err, "stop_token_ids", request->n_stop_ids, limits->max_stop_ids);
   if (!status) status = check_most(err, "logit_bias", request->n_bias, limits->max_logit_bias);
@@ -332,8 +347,6 @@ enum sits_status api_request_check(const struct api_request *request, const stru
   if (!status) status = check_most(err, "n", request->n * n_prompts, limits->max_sequences);
   if (status) return status;
   int64_t max_tokens = api_request_max_tokens(request);
-  if (max_tokens == 0 && !request->echo)
-    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "max_tokens", "'max_tokens' must be at least 1");
   if (max_tokens >= 0 && request->min_tokens > max_tokens)
     return sits_fail_param(err, SITS_INVALID_ARGUMENT, "min_tokens", "'min_tokens' is over 'max_tokens'");
   if (request->has_stream_options && !request->stream)

@@ -25,6 +25,7 @@
 #include "sits2026/status.h"
 
 enum api_kind { API_CHAT = 1, API_COMPLETION = 2, API_TOKENIZE = 4, API_DETOKENIZE = 8 }; /* one bit each: the field table holds sets */
+#define API_GENERATE (API_CHAT | API_COMPLETION)
 
 /* Hard caps on what a client controls. One table for all transports. */
 struct api_limits {
@@ -36,12 +37,12 @@ struct api_limits {
   int64_t max_parts;            /* content parts of one message */
   int64_t max_tokens;           /* max_tokens, min_tokens */
   int64_t max_stops;            /* stop strings */
-  int64_t max_stop_bytes;       /* of one stop string */
+  int64_t max_stop_chars;       /* of one stop string */
   int64_t max_stop_ids;
   int64_t max_logit_bias;       /* entries */
   int64_t max_top_logprobs;
   int64_t max_template_kwargs;  /* entries */
-  int64_t max_name_bytes;       /* model, role, name, cache_salt */
+  int64_t max_name_chars;       /* model, role, name, cache_salt */
 };
 extern const struct api_limits api_limits_default;
 

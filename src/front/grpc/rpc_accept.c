@@ -3,16 +3,10 @@
  *
  * The core does not tell when a connection ends, so at the cap the table of (descriptor, inode) is swept for those that are no more. The
  * same thread looks for changes of health while someone watches. */
-#include <arpa/inet.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <grpc/grpc_posix.h>
 #include <grpc/grpc_security.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -22,42 +16,12 @@
 #include "base/log.h"
 #include "base/mem.h"
 #include "front/grpc/rpc_internal.h"
+#include "front/net/net_listen.h"
 
-#define LISTEN_BACKLOG 1024
 #define BACK_OFF_US 50000
 #define WATCH_INTERVAL_MS 50
 
 struct rpc_connection { int fd; ino_t inode; };
-
-static enum sits_status listen_on(struct rpc_server *server, struct sits_error *err)
-{
-  const char *host = server->options.host;
-  char service[16];
-  snprintf(service, sizeof service, "%d", server->options.port);
-  struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE | AI_NUMERICSERV}, *list = NULL;
-  int failed = getaddrinfo(host, service, &hints, &list);
-  if (failed) return sits_fail_param(err, SITS_IO, "grpc-host", "%s: %s", host, gai_strerror(failed));
-  int fd = -1, saved = 0, one = 1;
-  for (struct addrinfo *at = list; at && fd < 0; at = at->ai_next) {
-    fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd >= 0 && (setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one) || bind(fd, at->ai_addr, at->ai_addrlen) ||
-                    listen(fd, LISTEN_BACKLOG))) {
-      saved = errno;
-      close(fd);
-      fd = -1;
-    }
-  }
-  freeaddrinfo(list);
-  if (fd < 0)
-    return sits_fail_param(err, SITS_IO, "grpc-port", "cannot listen on %s port %d: %s", host, server->options.port,
-                           strerror(saved ? saved : errno));
-  struct sockaddr_storage bound = {0};
-  socklen_t n = sizeof bound;
-  getsockname(fd, (struct sockaddr *)&bound, &n);
-  server->port = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port : ((struct sockaddr_in *)&bound)->sin_port);
-  server->listen_fd = fd;
-  return SITS_OK;
-}
 
 /* Forget the connections that are closed: their descriptor is gone, or is something else by now. */
 static void sweep(struct rpc_server *server)
@@ -71,18 +35,6 @@ static void sweep(struct rpc_server *server)
   server->n_connections = n;
 }
 
-/* A silent peer sends no FIN: let the kernel find out. */
-static void set_options(int fd)
-{
-  int one = 1, idle_s = 30, interval_s = 10, probes = 3, user_timeout_ms = 60000;
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &user_timeout_ms, sizeof user_timeout_ms);
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-}
-
 static void take_connection(struct rpc_server *server, int fd, grpc_server_credentials *credentials)
 {
   struct stat info;
@@ -92,7 +44,7 @@ static void take_connection(struct rpc_server *server, int fd, grpc_server_crede
     close(fd);
     return;
   }
-  set_options(fd);
+  net_prepare(fd);
   server->connections[server->n_connections++] = (struct rpc_connection){fd, info.st_ino};
   grpc_server_add_channel_from_fd(server->core, fd, credentials); /* the descriptor is the library's now */
 }
@@ -145,7 +97,9 @@ enum sits_status rpc_accept_prepare(struct rpc_server *server, struct sits_error
   server->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   server->connections = mem_calloc((size_t)server->options.max_connections, sizeof *server->connections);
   if (server->wake_fd < 0 || !server->connections) return sits_fail(err, SITS_NOMEM, "no memory or descriptor for the gRPC acceptor");
-  return server->options.ssl_certfile ? SITS_OK : listen_on(server, err);
+  const struct rpc_options *options = &server->options;
+  if (options->tls) return SITS_OK; /* the library listens */
+  return net_listen(options->host, options->port, "grpc-host", "grpc-port", &server->listen_fd, &server->port, err);
 }
 
 enum sits_status rpc_accept_start(struct rpc_server *server, struct sits_error *err)

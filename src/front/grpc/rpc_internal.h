@@ -15,6 +15,7 @@
 #include "front/api/api_record.h"
 #include "front/grpc/rpc_reply.h"
 #include "front/grpc/rpc_server.h"
+#include "front/net/net_work.h"
 
 #define RPC_QUEUES 2                        /* completion queues, one thread each */
 #define RPC_WORKERS 2
@@ -90,7 +91,7 @@ struct rpc {
   int shown_health;                    /* [mutex] the last status a watcher was told */
 
   struct rpc *next, *previous;         /* [server.mutex] all calls that have begun */
-  struct rpc *next_job;                /* [server.work_mutex] */
+  struct net_job job;                  /* [queue] holds a reference while it is in the workers' queue */
 };
 
 struct rpc_queue { grpc_completion_queue *cq; pthread_t thread; bool has_thread; struct rpc_server *server; int index; };
@@ -104,6 +105,7 @@ struct rpc_server {
   struct rpc_queue queues[RPC_QUEUES]; /* [init] */
   void *handles[RPC_MAX_METHODS];      /* [init] the library's, per method */
   int port;                            /* [init] */
+  _Atomic uint64_t tls_version;        /* [atomic] of the certificates that the library has */
   bool is_started, is_quiesced;        /* [owner] */
   struct rpc_tag shutdown_tag;         /* [init] */
   _Atomic uint64_t next_number;        /* [atomic] */
@@ -115,13 +117,7 @@ struct rpc_server {
   int64_t n_rpcs, n_endless;           /* [mutex] */
   bool is_core_down;                   /* [mutex] */
 
-  pthread_mutex_t work_mutex;
-  pthread_cond_t work_wake;
-  struct rpc *jobs, *last_job;         /* [work_mutex] */
-  int64_t n_jobs;                      /* [work_mutex] */
-  bool is_work_stopping;               /* [work_mutex] */
-  pthread_t workers[RPC_WORKERS];      /* [init] */
-  int n_workers;
+  struct net_work work;
 
   int listen_fd, wake_fd;              /* [init] */
   atomic_bool is_accept_stopping;      /* [atomic] listen no more */
@@ -171,9 +167,7 @@ enum sits_status rpc_answer_reflection(struct rpc *rpc, const ProtobufCMessage *
 void rpc_health_broadcast(struct rpc_server *server);
 
 /* rpc_work.c */
-enum sits_status rpc_work_start(struct rpc_server *server, struct sits_error *err) SITS_MUST_CHECK;
 bool rpc_work_push(struct rpc *rpc); /* false: the queue is full */
-void rpc_work_stop(struct rpc_server *server);
 /* Read the payload and run the method's answer. */
 void rpc_run(struct rpc *rpc);
 /* Free the payload and give its bytes back to the server's budget. */

@@ -12,7 +12,6 @@
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "base/mapfile.h"
 #include "base/mem.h"
 #include "front/grpc/rpc_internal.h"
 
@@ -25,6 +24,7 @@
 #define KEEPALIVE_TIMEOUT_MS 10000
 #define LAST_WORDS_US 1000000            /* time for final statuses to leave */
 #define CORE_DOWN_US 10000000
+#define CORE_DOWN_TURNS 3
 
 static void on_core_log(gpr_log_func_args *args) { log_debug("grpc-core", "%s", args->message); }
 
@@ -95,40 +95,32 @@ static enum sits_status start_queues(struct rpc_server *server, struct sits_erro
   return SITS_OK;
 }
 
-static enum sits_status read_text(const char *path, char **out, struct sits_error *err)
+/* Asked by the library at every handshake. It keeps a copy, so the set need not outlive the call. */
+static grpc_ssl_certificate_config_reload_status fetch_certificates(void *context, grpc_ssl_server_certificate_config **out)
 {
-  struct mapfile file;
-  enum sits_status status = mapfile_open(&file, path, err);
-  if (status) return status;
-  *out = mem_strndup((const char *)file.data, file.n_bytes);
-  mapfile_close(&file);
-  return *out ? SITS_OK : sits_fail(err, SITS_NOMEM, "%s: no memory", path);
+  struct rpc_server *server = context;
+  const struct net_tls_set *set = net_tls_now(server->options.tls);
+  uint64_t shown = atomic_exchange(&server->tls_version, set->version);
+  if (shown == set->version) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
+  grpc_ssl_pem_key_cert_pair pair = {.private_key = set->key, .cert_chain = set->certificates};
+  *out = grpc_ssl_server_certificate_config_create(set->authorities, &pair, 1);
+  return *out ? GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW : GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_FAIL;
 }
 
 /* With TLS the library listens. */
 static enum sits_status add_tls_port(struct rpc_server *server, struct sits_error *err)
 {
-  char *cert = NULL, *key = NULL, *authorities = NULL, address[300];
-  enum sits_status status = read_text(server->options.ssl_certfile, &cert, err);
-  if (!status) status = read_text(server->options.ssl_keyfile, &key, err);
-  if (!status && server->options.client_cafile) status = read_text(server->options.client_cafile, &authorities, err);
-  if (!status) {
-    grpc_ssl_pem_key_cert_pair pair = {.private_key = key, .cert_chain = cert};
-    grpc_server_credentials *credentials =
-      grpc_ssl_server_credentials_create_ex(authorities, &pair, 1, authorities
-                                              ? GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY
-                                              : GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE, NULL);
-    bool is_v6 = strchr(server->options.host, ':') != NULL;
-    snprintf(address, sizeof address, is_v6 ? "[%s]:%d" : "%s:%d", server->options.host, server->options.port);
-    server->port = credentials ? grpc_server_add_http2_port(server->core, address, credentials) : 0;
-    if (credentials) grpc_server_credentials_release(credentials);
-    if (server->port <= 0)
-      status = sits_fail_param(err, SITS_IO, "grpc-port", "cannot listen with TLS on %s (are certificate and key right?)", address);
-  }
-  mem_free(cert);
-  mem_free(key);
-  mem_free(authorities);
-  return status;
+  char address[300];
+  grpc_ssl_client_certificate_request_type request = net_tls_now(server->options.tls)->authorities
+                                                       ? GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY
+                                                       : GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE;
+  grpc_server_credentials *credentials = grpc_ssl_server_credentials_create_with_options(
+    grpc_ssl_server_credentials_create_options_using_config_fetcher(request, fetch_certificates, server));
+  bool is_v6 = strchr(server->options.host, ':') != NULL;
+  snprintf(address, sizeof address, is_v6 ? "[%s]:%d" : "%s:%d", server->options.host, server->options.port);
+  server->port = credentials ? grpc_server_add_http2_port(server->core, address, credentials) : 0;
+  if (credentials) grpc_server_credentials_release(credentials);
+  return server->port > 0 ? SITS_OK : sits_fail_param(err, SITS_IO, "grpc-port", "cannot listen with TLS on %s", address);
 }
 
 static void start_core(struct rpc_server *server)
@@ -158,8 +150,7 @@ enum sits_status rpc_server_start(const struct rpc_options *options, struct api 
   pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
   pthread_mutex_init(&server->mutex, NULL);
   pthread_cond_init(&server->change, &monotonic);
-  pthread_mutex_init(&server->work_mutex, NULL);
-  pthread_cond_init(&server->work_wake, NULL);
+  net_work_init(&server->work);
   pthread_condattr_destroy(&monotonic);
   static const char *names[RPC_MAX_METHODS + 1];
   for (int m = 0; m < rpc_n_methods; m++) names[m] = rpc_methods[m].path;
@@ -168,19 +159,19 @@ enum sits_status rpc_server_start(const struct rpc_options *options, struct api 
   gpr_set_log_function(on_core_log);
   grpc_init();
   enum sits_status status = rpc_accept_prepare(server, err);
-  if (!status) status = rpc_work_start(server, err);
+  if (!status) status = net_work_start(&server->work, RPC_WORKERS, err);
   if (!status) {
     create_core(server);
     status = start_queues(server, err);
   }
   if (!status) {
-    if (options->ssl_certfile) status = add_tls_port(server, err);
+    if (options->tls) status = add_tls_port(server, err);
     start_core(server); /* also after a failure: only a server that was started can be stopped with a listener */
   }
   if (!status) status = rpc_accept_start(server, err);
   if (status) {
-    rpc_server_stop(server);
-    return status;
+    bool is_stopped = rpc_server_stop(server);
+    return is_stopped ? status : sits_fail(err, SITS_INTERNAL, "the gRPC server could neither start nor stop");
   }
   *out = server;
   return SITS_OK;
@@ -233,25 +224,33 @@ static void end_all(struct rpc_server *server)
 }
 
 /* The library is told last: a call that meets a library in shutdown is reset, which clients show as CANCELLED, while the api refuses it
- * with UNAVAILABLE and a text. */
-static void stop_core(struct rpc_server *server)
+ * with UNAVAILABLE and a text. False: calls are left that hold the server. */
+static bool stop_core(struct rpc_server *server)
 {
   rpc_server_quiesce(server);
-  rpc_work_stop(server); /* what was queued is answered first */
+  net_work_stop(&server->work); /* what was queued is answered first */
   api_abort_all(server->api, SITS_UNAVAILABLE);
   api_wait_idle(server->api, LAST_WORDS_US);
   end_all(server);
   wait_for(server, has_no_call, LAST_WORDS_US);
   grpc_server_shutdown_and_notify(server->core, server->queues[0].cq, &server->shutdown_tag);
-  grpc_server_cancel_all_calls(server->core);
-  if (!wait_for(server, is_down, CORE_DOWN_US)) log_error("grpc", "%lld calls do not end", (long long)server->n_rpcs);
+  for (int i = 0; i < CORE_DOWN_TURNS; i++) {
+    grpc_server_cancel_all_calls(server->core);
+    if (wait_for(server, is_down, CORE_DOWN_US)) return true;
+    pthread_mutex_lock(&server->mutex);
+    log_error("grpc", "%lld calls have not ended, the library is %s", (long long)server->n_rpcs, server->is_core_down ? "down" : "up");
+    for (struct rpc *rpc = server->rpcs; rpc; rpc = rpc->next) log_error("grpc", "id=%s has not ended", rpc->id);
+    pthread_mutex_unlock(&server->mutex);
+    api_abort_all(server->api, SITS_UNAVAILABLE);
+  }
+  return false;
 }
 
-void rpc_server_stop(struct rpc_server *server)
+bool rpc_server_stop(struct rpc_server *server)
 {
-  if (!server) return;
-  if (server->is_started) stop_core(server);
-  rpc_work_stop(server);
+  if (!server) return true;
+  if (server->is_started && !stop_core(server)) return false; /* a call that is left would use what is freed below */
+  net_work_stop(&server->work);
   rpc_accept_stop(server);
   for (int q = 0; q < RPC_QUEUES; q++) {
     struct rpc_queue *queue = &server->queues[q];
@@ -265,8 +264,8 @@ void rpc_server_stop(struct rpc_server *server)
     if (server->queues[q].cq) grpc_completion_queue_destroy(server->queues[q].cq);
   grpc_shutdown();
   pthread_cond_destroy(&server->change);
-  pthread_cond_destroy(&server->work_wake);
   pthread_mutex_destroy(&server->mutex);
-  pthread_mutex_destroy(&server->work_mutex);
+  net_work_fini(&server->work);
   mem_free(server);
+  return true;
 }

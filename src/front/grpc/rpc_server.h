@@ -13,6 +13,7 @@
 #include "front/api/api.h"
 #include "front/health/health.h"
 #include "front/metrics/metrics.h"
+#include "front/net/net_tls.h"
 
 struct rpc_server;
 
@@ -21,8 +22,7 @@ struct rpc_options {
   int port;                     /* 0: any */
   int max_connections;          /* plain text only; with TLS the library accepts without a limit */
   struct access *access;        /* who may do what; borrowed. Health is always open */
-  const char *ssl_certfile, *ssl_keyfile; /* both or none */
-  const char *client_cafile;    /* with TLS: clients must show a certificate that one of these signed; NULL: none is asked for */
+  struct net_tls *tls;          /* certificate, key and authorities of clients; NULL: no TLS; borrowed */
 };
 
 /* The strings of options, api, health and metrics are borrowed. SITS_IO names the address. */
@@ -35,7 +35,8 @@ int rpc_server_port(const struct rpc_server *server);
 void rpc_server_quiesce(struct rpc_server *server);
 /* Wait until no call is being served, health watches and reflection streams aside; true: none is. */
 bool rpc_server_wait_idle(struct rpc_server *server, int64_t timeout_us);
-/* End what is left with UNAVAILABLE, close, join and free. NULL is fine. */
-void rpc_server_stop(struct rpc_server *server);
+/* End what is left with UNAVAILABLE, close, join and free. NULL is fine. False: calls did not end within half a minute, which the library
+ * promises they do; nothing was freed, what the server uses must stay, and the process can only be ended. */
+bool rpc_server_stop(struct rpc_server *server) SITS_MUST_CHECK;
 
 #endif

@@ -1,10 +1,6 @@
-/* The worker pool: what is too slow for a completion queue's thread (unpacking megabytes, templates, tokenizers) happens here, in order of
- * arrival. A job holds a reference to its call. */
-#include <string.h>
-
+/* What happens on a worker: unpacking megabytes, templates, tokenizers. */
 #include "front/grpc/rpc_internal.h"
 
-#define MAX_JOBS 8192
 #define MAX_PAYLOADS_BYTES (512 << 20) /* of all requests that wait for a worker, as for HTTP's bodies */
 
 void rpc_drop_payload(struct rpc *rpc)
@@ -42,38 +38,15 @@ void rpc_run(struct rpc *rpc)
   if (status) rpc_fail(rpc, status, &err);
 }
 
-static void *work_main(void *argument)
+static void run_job(void *owner)
 {
-  struct rpc_server *server = argument;
-  pthread_mutex_lock(&server->work_mutex);
-  for (;;) {
-    while (!server->jobs && !server->is_work_stopping) pthread_cond_wait(&server->work_wake, &server->work_mutex);
-    struct rpc *rpc = server->jobs;
-    if (!rpc) break;
-    server->jobs = rpc->next_job;
-    if (!server->jobs) server->last_job = NULL;
-    server->n_jobs--;
-    metrics_reading(server->metrics, -1);
-    pthread_mutex_unlock(&server->work_mutex);
-    pthread_mutex_lock(&rpc->mutex);
-    bool is_closed = rpc->is_closed;
-    pthread_mutex_unlock(&rpc->mutex);
-    if (!is_closed) rpc_run(rpc); /* else its client left while it waited */
-    rpc_unref(rpc);
-    pthread_mutex_lock(&server->work_mutex);
-  }
-  pthread_mutex_unlock(&server->work_mutex);
-  return NULL;
-}
-
-enum sits_status rpc_work_start(struct rpc_server *server, struct sits_error *err)
-{
-  for (int i = 0; i < RPC_WORKERS; i++) {
-    int failed = pthread_create(&server->workers[i], NULL, work_main, server);
-    if (failed) return sits_fail(err, SITS_INTERNAL, "a gRPC worker could not be started: %s", strerror(failed));
-    server->n_workers++;
-  }
-  return SITS_OK;
+  struct rpc *rpc = owner;
+  metrics_reading(rpc->server->metrics, -1);
+  pthread_mutex_lock(&rpc->mutex);
+  bool is_closed = rpc->is_closed;
+  pthread_mutex_unlock(&rpc->mutex);
+  if (!is_closed) rpc_run(rpc); /* else its client left while it waited */
+  rpc_unref(rpc);
 }
 
 bool rpc_work_push(struct rpc *rpc)
@@ -81,28 +54,12 @@ bool rpc_work_push(struct rpc *rpc)
   struct rpc_server *server = rpc->server;
   rpc->n_payload_bytes = rpc->payload ? (int64_t)grpc_byte_buffer_length(rpc->payload) : 0;
   int64_t before = atomic_fetch_add(&server->payload_bytes, rpc->n_payload_bytes);
-  pthread_mutex_lock(&server->work_mutex);
-  bool has_room = before + rpc->n_payload_bytes <= MAX_PAYLOADS_BYTES && server->n_jobs < MAX_JOBS && !server->is_work_stopping;
-  if (has_room) {
-    rpc_ref(rpc);
-    rpc->next_job = NULL;
-    if (server->last_job) server->last_job->next_job = rpc;
-    else server->jobs = rpc;
-    server->last_job = rpc;
-    server->n_jobs++;
-    metrics_reading(server->metrics, 1);
-    pthread_cond_signal(&server->work_wake);
-  }
-  pthread_mutex_unlock(&server->work_mutex);
-  return has_room;
-}
-
-void rpc_work_stop(struct rpc_server *server)
-{
-  pthread_mutex_lock(&server->work_mutex);
-  server->is_work_stopping = true;
-  pthread_cond_broadcast(&server->work_wake);
-  pthread_mutex_unlock(&server->work_mutex);
-  for (int i = 0; i < server->n_workers; i++) pthread_join(server->workers[i], NULL);
-  server->n_workers = 0;
+  if (before + rpc->n_payload_bytes > MAX_PAYLOADS_BYTES) return false;
+  rpc_ref(rpc); /* the job's */
+  rpc->job = (struct net_job){.run = run_job, .owner = rpc};
+  metrics_reading(server->metrics, 1);
+  if (net_work_push(&server->work, &rpc->job)) return true;
+  metrics_reading(server->metrics, -1);
+  rpc_unref(rpc); /* never the last one: the caller holds another */
+  return false;
 }

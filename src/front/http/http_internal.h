@@ -10,10 +10,12 @@
 #include "front/api/api_record.h"
 #include "front/http/http_reply.h"
 #include "front/http/http_server.h"
+#include "front/net/net_work.h"
 
 #define HTTP_STREAM_HIGH_BYTES (256 << 10) /* a stream's unsent bytes beyond which its events stay in the engine */
 #define HTTP_STREAM_LOW_BYTES (64 << 10)   /* and below which they flow again */
 #define HTTP_WATCH_BUCKETS 1024
+#define HTTP_MAX_ORIGIN 256
 
 struct http_request;
 
@@ -46,6 +48,8 @@ struct http_request {
   struct api_trace_parent parent;     /* [init] */
   int64_t started_us, started_unix_us;/* [init] */
   int64_t received_us;                /* [pool] all of it is here, 0: not yet */
+  struct net_job job;                 /* [pool] holds a reference while it is in the workers' queue */
+  char origin[HTTP_MAX_ORIGIN];       /* [init] Origin, when it is an allowed one; else "" */
   struct buf body;                    /* [pool] while it arrives, then [worker] */
   bool is_too_large;                  /* [pool] */
   bool is_crowded;                    /* [pool] there was no memory for its body */
@@ -78,8 +82,6 @@ struct http_request {
   struct http_request *hash_next;       /* [mutex server.mutex] watched ones, by number */
 };
 
-struct http_job { struct http_request *request; struct http_job *next; };
-
 struct http_server {
   struct http_options options;        /* [init] */
   struct api *api;                    /* [init] */
@@ -89,7 +91,6 @@ struct http_server {
   struct MHD_Daemon *daemon;          /* [init] */
   int port;                           /* [init] */
   int listen_fd;                      /* [owner] after quiesce */
-  char *cert, *key;                   /* [init] PEM texts, owned */
   atomic_bool is_draining;            /* [atomic] */
   _Atomic uint64_t next_number;       /* [atomic] */
   _Atomic int64_t body_bytes;         /* [atomic] of bodies that are kept now */
@@ -101,13 +102,7 @@ struct http_server {
   int64_t n_objects;                  /* [mutex] that still exist: a sink may hold one for a moment after its connection is gone */
   struct http_request *watched[HTTP_WATCH_BUCKETS]; /* [mutex] */
 
-  pthread_mutex_t work_mutex;
-  pthread_cond_t work_wake;
-  struct http_job *jobs, *last_job;   /* [work_mutex] */
-  int64_t n_jobs;                     /* [work_mutex] */
-  bool is_work_stopping;              /* [work_mutex] */
-  pthread_t *workers;                 /* [init] [n_workers] */
-  int n_workers;
+  struct net_work work;
 
   int epoll_fd, stop_fd;              /* [init] */
   pthread_t watcher;
@@ -136,17 +131,23 @@ int http_route_find(const char *url, const char **tail);   /* -1: none */
 /* The roles of which a key needs one here; 0: no key is asked. */
 unsigned http_route_roles(const struct http_server *server, const struct http_route *route);
 
-/* http_generate.c, http_tokenize.c */
+/* http_generate.c, http_tokenize.c, http_openapi.c */
+void http_answer_openapi(struct http_request *request);
 void http_answer_generate(struct http_request *request);
 void http_answer_tokenize(struct http_request *request);
 void http_answer_detokenize(struct http_request *request);
 /* The client left: end its call. Whether there was anything left to end. */
 bool http_request_abandon(struct http_request *request);
 
-/* http_work.c */
-enum sits_status http_work_start(struct http_server *server, struct sits_error *err) SITS_MUST_CHECK;
-bool http_work_push(struct http_server *server, struct http_request *request); /* false: the queue is full */
-void http_work_stop(struct http_server *server);
+/* http_tls.c: options for libmicrohttpd; returns how many. */
+struct net_tls;
+int http_tls_options(struct net_tls *tls, struct MHD_OptionItem *out);
+
+/* http_cors.c */
+/* Whether the request is a preflight that is answered here; then its answer is stored. */
+bool http_cors_preflight(struct http_request *request, const char *method);
+/* Add what browsers ask for when the origin is allowed. */
+void http_cors_add_headers(struct http_request *request, struct MHD_Response *response);
 
 /* http_watch.c */
 enum sits_status http_watch_start(struct http_server *server, struct sits_error *err) SITS_MUST_CHECK;

@@ -120,6 +120,7 @@ void http_add_headers(struct http_request *request, struct MHD_Response *respons
   access_write_headers(request->grant, add_header, response);
   MHD_add_response_header(response, "X-Request-Id", request->id);
   MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
+  http_cors_add_headers(request, response);
   if (atomic_load(&request->server->is_draining)) MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
 }
 

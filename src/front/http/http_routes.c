@@ -125,6 +125,7 @@ const struct http_route http_routes[] = {
   {"/ping", .answer = answer_ready},
   {"/metrics", .roles = ACCESS_METRICS, .answer = answer_metrics},
   {"/version", .roles = ACCESS_ANY_ROLE, .answer = answer_version},
+  {"/openapi.json", .roles = ACCESS_ANY_ROLE, .answer = http_answer_openapi},
 };
 const int http_n_routes = sizeof http_routes / sizeof *http_routes;
 

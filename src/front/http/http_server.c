@@ -2,11 +2,7 @@
  * suspended connection was resumed with its answer. */
 #include "front/http/http_server.h"
 
-#include <arpa/inet.h>
 #include <errno.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,14 +12,13 @@
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "base/mapfile.h"
 #include "base/mem.h"
 #include "front/http/http_internal.h"
+#include "front/net/net_listen.h"
 
 #define CONNECTION_MEMORY_BYTES (32u << 10) /* headers and the window of a body */
 #define MAX_HEADERS 100
 #define MAX_BODIES_BYTES (512 << 20)        /* of all bodies that are being received or wait for a worker */
-#define LISTEN_BACKLOG 1024
 #define DRAIN_BODY_FACTOR 4                 /* a chunked body is read and dropped up to that many times the limit, for a clean 413 */
 
 /* ---- checks before the body ---- */
@@ -172,6 +167,14 @@ static enum MHD_Result take_body(struct http_request *request, const char *bytes
   return request->n_dropped_bytes > most * DRAIN_BODY_FACTOR ? MHD_NO : MHD_YES;
 }
 
+static void run_job(void *owner)
+{
+  struct http_request *request = owner;
+  metrics_reading(request->server->metrics, -1);
+  http_routes[request->route].answer(request);
+  http_request_unref(request);
+}
+
 static enum MHD_Result hand_to_worker(struct http_request *request)
 {
   pthread_mutex_lock(&request->mutex);
@@ -180,8 +183,13 @@ static enum MHD_Result hand_to_worker(struct http_request *request)
   MHD_suspend_connection(request->connection);
   pthread_mutex_unlock(&request->mutex);
   http_watch_add(request);
-  if (!http_work_push(request->server, request))
-    http_respond_error(request, SITS_QUEUE_FULL, "too many requests are waiting to be read", NULL);
+  http_request_ref(request); /* the job's */
+  request->job = (struct net_job){.run = run_job, .owner = request};
+  metrics_reading(request->server->metrics, 1);
+  if (net_work_push(&request->server->work, &request->job)) return MHD_YES;
+  metrics_reading(request->server->metrics, -1);
+  http_request_unref(request);
+  http_respond_error(request, SITS_QUEUE_FULL, "too many requests are waiting to be read", NULL);
   return MHD_YES;
 }
 
@@ -196,7 +204,7 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
     *slot = request;
     const char *tail = NULL;
     request->route = http_route_find(url, &tail);
-    return check_head(request, method) ? queue_answer(request) : MHD_YES;
+    return http_cors_preflight(request, method) || check_head(request, method) ? queue_answer(request) : MHD_YES;
   }
   if (*n_upload) {
     enum MHD_Result result = take_body(request, upload, *n_upload);
@@ -267,19 +275,14 @@ static void on_completed(void *context, struct MHD_Connection *connection, void 
   http_request_unref(request);
 }
 
-/* A silent peer sends no FIN: let the kernel find out. A small send buffer bounds what a slow reader holds there. */
+/* A small send buffer bounds what a slow reader holds there. */
 static void on_connection(void *context, struct MHD_Connection *connection, void **slot, enum MHD_ConnectionNotificationCode code)
 {
   if (code != MHD_CONNECTION_NOTIFY_STARTED) return;
   const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
   if (!info) return;
-  int one = 1, idle_s = 30, interval_s = 10, probes = 3, user_timeout_ms = 60000, send_bytes = 128 << 10;
-  setsockopt(info->connect_fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
-  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
-  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
-  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &user_timeout_ms, sizeof user_timeout_ms);
-  setsockopt(info->connect_fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  int send_bytes = 128 << 10;
+  net_prepare(info->connect_fd);
   setsockopt(info->connect_fd, SOL_SOCKET, SO_SNDBUF, &send_bytes, sizeof send_bytes);
 }
 
@@ -295,69 +298,19 @@ __attribute__((format(printf, 2, 0))) static void on_log(void *context, const ch
 
 /* ---- start and stop ---- */
 
-static enum sits_status read_text(const char *path, char **out, struct sits_error *err)
-{
-  struct mapfile file;
-  enum sits_status status = mapfile_open(&file, path, err);
-  if (status) return status;
-  *out = mem_strndup((const char *)file.data, file.n_bytes);
-  mapfile_close(&file);
-  return *out ? SITS_OK : sits_fail(err, SITS_NOMEM, "%s: no memory", path);
-}
-
-/* A bound, listening socket; its port goes to server->port. */
-static enum sits_status listen_on(struct http_server *server, int *out, struct sits_error *err)
-{
-  const char *host = server->options.host ? server->options.host : "127.0.0.1";
-  char service[16];
-  snprintf(service, sizeof service, "%d", server->options.port);
-  struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE | AI_NUMERICSERV}, *list = NULL;
-  int failed = getaddrinfo(host, service, &hints, &list);
-  if (failed) return sits_fail_param(err, SITS_IO, "host", "%s: %s", host, gai_strerror(failed));
-  int fd = -1, saved = 0;
-  for (struct addrinfo *at = list; at && fd < 0; at = at->ai_next) {
-    int one = 1;
-    fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd >= 0 && (setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one) || bind(fd, at->ai_addr, at->ai_addrlen) ||
-                    listen(fd, LISTEN_BACKLOG))) {
-      saved = errno;
-      close(fd);
-      fd = -1;
-    }
-  }
-  freeaddrinfo(list);
-  if (fd < 0)
-    return sits_fail_param(err, SITS_IO, "port", "cannot listen on %s port %d: %s", host, server->options.port,
-                           strerror(saved ? saved : errno));
-  struct sockaddr_storage bound = {0};
-  socklen_t n = sizeof bound;
-  getsockname(fd, (struct sockaddr *)&bound, &n);
-  server->port = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port : ((struct sockaddr_in *)&bound)->sin_port);
-  *out = fd;
-  return SITS_OK;
-}
-
 static enum sits_status start_daemon(struct http_server *server, struct sits_error *err)
 {
   const struct http_options *options = &server->options;
-  enum sits_status status = SITS_OK;
-  if (options->ssl_certfile) {
-    status = read_text(options->ssl_certfile, &server->cert, err);
-    if (!status) status = read_text(options->ssl_keyfile, &server->key, err);
-    if (status) return status;
-  }
   int fd = -1;
-  status = listen_on(server, &fd, err);
+  enum sits_status status =
+    net_listen(options->host ? options->host : "127.0.0.1", options->port, "host", "port", &fd, &server->port, err);
   if (status) return status;
-  struct MHD_OptionItem more[4] = {{MHD_OPTION_END, 0, NULL}};
+  struct MHD_OptionItem more[8] = {{MHD_OPTION_END, 0, NULL}};
   int n = 0;
   if (options->n_threads > 1) more[n++] = (struct MHD_OptionItem){MHD_OPTION_THREAD_POOL_SIZE, options->n_threads, NULL};
-  if (server->cert) {
-    more[n++] = (struct MHD_OptionItem){MHD_OPTION_HTTPS_MEM_CERT, 0, server->cert};
-    more[n++] = (struct MHD_OptionItem){MHD_OPTION_HTTPS_MEM_KEY, 0, server->key};
-  }
+  if (options->tls) n += http_tls_options(options->tls, more + n);
   more[n] = (struct MHD_OptionItem){MHD_OPTION_END, 0, NULL};
-  unsigned flags = MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG | (server->cert ? MHD_USE_TLS : 0);
+  unsigned flags = MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG | (options->tls ? MHD_USE_TLS : 0);
   server->daemon = MHD_start_daemon(
     flags, 0, NULL, NULL, on_request, server, MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, fd,
     MHD_OPTION_CONNECTION_LIMIT, (unsigned)options->max_connections, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)options->idle_timeout_s,
@@ -365,7 +318,7 @@ static enum sits_status start_daemon(struct http_server *server, struct sits_err
     on_completed, server, MHD_OPTION_NOTIFY_CONNECTION, on_connection, server, MHD_OPTION_ARRAY, more, MHD_OPTION_END);
   if (server->daemon) return SITS_OK;
   close(fd);
-  return sits_fail(err, SITS_INTERNAL, "the HTTP server could not be started%s", server->cert ? " (are certificate and key right?)" : "");
+  return sits_fail(err, SITS_INTERNAL, "the HTTP server could not be started");
 }
 
 enum sits_status http_server_start(const struct http_options *options, struct api *api, struct health *health, struct metrics *metrics,
@@ -380,19 +333,18 @@ enum sits_status http_server_start(const struct http_options *options, struct ap
   server->epoll_fd = server->stop_fd = server->listen_fd = -1;
   atomic_init(&server->next_number, 1);
   pthread_mutex_init(&server->mutex, NULL);
-  pthread_mutex_init(&server->work_mutex, NULL);
+  net_work_init(&server->work);
   pthread_condattr_t monotonic;
   pthread_condattr_init(&monotonic);
   pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
   pthread_cond_init(&server->idle, &monotonic);
   pthread_condattr_destroy(&monotonic);
-  pthread_cond_init(&server->work_wake, NULL);
   static const char *route_names[32];
   int n = 0;
   for (; n < http_n_routes; n++) route_names[n] = http_routes[n].path;
   route_names[n++] = "other";
   metrics_set_routes(metrics, route_names, n);
-  enum sits_status status = http_work_start(server, err);
+  enum sits_status status = net_work_start(&server->work, options->n_workers, err);
   if (!status) status = http_watch_start(server, err);
   if (!status) status = start_daemon(server, err);
   if (status) {
@@ -455,20 +407,17 @@ void http_server_stop(struct http_server *server)
   if (!server) return;
   if (server->daemon) {
     http_server_quiesce(server);
-    http_work_stop(server); /* what was queued is answered first */
+    net_work_stop(&server->work); /* what was queued is answered first */
     for (int i = 0; i < 50 && !http_server_wait_idle(server, 100000); i++) cut_requests(server);
     MHD_stop_daemon(server->daemon);
     if (server->listen_fd >= 0) close(server->listen_fd);
     wait_objects(server);
   } else {
-    http_work_stop(server);
+    net_work_stop(&server->work);
   }
   http_watch_stop(server);
   pthread_cond_destroy(&server->idle);
-  pthread_cond_destroy(&server->work_wake);
   pthread_mutex_destroy(&server->mutex);
-  pthread_mutex_destroy(&server->work_mutex);
-  mem_free(server->cert);
-  mem_free(server->key);
+  net_work_fini(&server->work);
   mem_free(server);
 }

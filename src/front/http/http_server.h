@@ -14,6 +14,7 @@
 #include "front/api/api.h"
 #include "front/health/health.h"
 #include "front/metrics/metrics.h"
+#include "front/net/net_tls.h"
 
 struct http_server;
 
@@ -21,13 +22,14 @@ struct http_options {
   const char *host;             /* numeric address or name; NULL: 127.0.0.1 */
   int port;                     /* 0: any */
   int n_threads;                /* of the pool */
-  int n_workers;                /* parsing and tokenizing */
+  int n_workers;                /* parsing and tokenizing, at most NET_MAX_WORKERS */
   int max_connections;
   int64_t idle_timeout_s;       /* of a connection that waits for us or for its client's bytes */
   int64_t ping_us;              /* silence on a stream before a comment is sent; 0 never */
   struct access *access;        /* who may do what; borrowed */
   bool metrics_require_key;     /* false: /metrics is open too */
-  const char *ssl_certfile, *ssl_keyfile; /* both or none */
+  struct net_tls *tls;          /* certificate, key and authorities; NULL: no TLS; borrowed */
+  const char *cors_origins;     /* "*", or allowed origins with commas between them; NULL: browsers' other origins get no answer */
 };
 
 /* What /metrics and Retry-After ask of the engine. Both functions answer from memory. */
