@@ -101,6 +101,9 @@ const struct option_spec options_table[] = {
     BOOL("metrics-require-key", metrics_require_key, "true", "HTTP", "Where there are keys, ask for one on /metrics too."),
     FLT("shutdown-timeout-s", shutdown_timeout_s, "30", 0, 86400, "s", "HTTP",
         "On SIGTERM, time that running requests get to finish; a second signal ends them at once."),
+    FLT("liveness-timeout-s", liveness_timeout_s, "120", 1, 86400, "s", "HTTP",
+        "Liveness turns red when the engine's loop has not turned for that long. No step takes that long; a loop that stands still does "
+        "not come back."),
 
     INT("grpc-port", grpc_port, "0", 0, 65535, "port", "gRPC", "TCP port of the gRPC front end. 0: off."),
     STR("grpc-host", grpc_host, "gRPC",

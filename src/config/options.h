@@ -46,7 +46,7 @@ struct options {
   const char *cors_allow_origin;
   const char *api_key, *api_key_file;
   bool metrics_require_key;
-  double shutdown_timeout_s;
+  double shutdown_timeout_s, liveness_timeout_s;
   /* audit */
   const char *audit_log;            /* file, NULL: none is kept */
   bool audit_log_prompts;

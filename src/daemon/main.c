@@ -96,6 +96,7 @@ static int serve(const struct options *options)
   sigaddset(&set, SIGINT);
   sigaddset(&set, SIGUSR1);
   sigaddset(&set, SIGHUP);
+  sigaddset(&set, SIGUSR2);
   pthread_sigmask(SIG_BLOCK, &set, NULL);
   signal(SIGPIPE, SIG_IGN);
   raise_descriptor_limit(options->max_connections + (options->grpc_port ? options->grpc_max_connections : 0) + 256);
@@ -117,6 +118,7 @@ static int serve(const struct options *options)
   while ((signal_number = wait_signal(&set, notify.interval_us ? notify.interval_us / 2 : -1)) != SIGTERM && signal_number != SIGINT) {
     notify_feed(&notify, health_is_live(&service.health));
     if (signal_number == SIGHUP) service_reload(&service);
+    if (signal_number == SIGUSR2) service_wedge(&service);
     if (signal_number != SIGUSR1 || is_loaded || !atomic_load(&loader.is_done)) continue;
     pthread_join(thread, NULL);
     if (loader.status) {

@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/json.h"
@@ -11,7 +12,6 @@
 #include "base/mem.h"
 #include "tensor/gguf.h"
 
-#define WEDGED_AFTER_US (120 * 1000000LL) /* a step never takes so long; a loop that stands still for so long does not come back */
 #define AUDIT_QUEUE_BYTES (64 << 20)      /* lines that may wait for a slow disk */
 #define AUDIT_PROMPT_BYTES (512 << 10)    /* longest prompt that is kept, as JSON */
 #define TRACE_INTERVAL_US 1000000
@@ -58,7 +58,8 @@ static enum sits_status open_observers(struct service *service, const struct opt
 enum sits_status service_open(struct service *service, const struct options *options, struct sits_error *err)
 {
   *service = (struct service){.options = options};
-  health_init(&service->health, WEDGED_AFTER_US);
+  health_init(&service->health, (int64_t)(options->liveness_timeout_s * 1e6));
+  service->has_wedge = getenv("SITS_TEST_WEDGE") != NULL;
   enum sits_status status = metrics_create(&service->metrics);
   if (status) return sits_fail(err, status, "no memory for the metrics");
   status = access_create(options->api_key, options->api_key_file, &service->access, err);
@@ -180,6 +181,21 @@ static enum sits_status read_devices(const struct options *o, struct instance_op
   return SITS_OK;
 }
 
+/* Stands between engine and api in tests only: while the hook is on, the engine's thread does not come back from its callback. */
+static void wedge_on_events(void *context, struct sits_request *const *requests, int32_t n_requests)
+{
+  struct service *service = context;
+  while (atomic_load(&service->is_wedged)) usleep(10000);
+  api_on_events(service->api, requests, n_requests);
+}
+
+void service_wedge(struct service *service)
+{
+  if (!service->has_wedge) return;
+  log_warn("daemon", "test hook: the engine stands still until the stop");
+  atomic_store(&service->is_wedged, true);
+}
+
 static enum sits_status open_instance(struct service *service, struct sits_error *err)
 {
   const struct options *o = service->options;
@@ -202,8 +218,8 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .ttft_target_us = (int64_t)(o->ttft_target_ms * 1000),
                                      .max_waiting_requests = (int32_t)o->max_queued_requests,
                                      .max_waiting_tokens = o->max_queued_tokens,
-                                     .on_events = api_on_events,
-                                     .events_user = service->api};
+                                     .on_events = service->has_wedge ? wedge_on_events : api_on_events,
+                                     .events_user = service->has_wedge ? (void *)service : (void *)service->api};
   const enum sits_status status = read_devices(o, &options, err);
   return status ? status : instance_open(&options, &service->instance, err);
 }
@@ -320,6 +336,7 @@ void service_reload(struct service *service)
 
 void service_drain(struct service *service)
 {
+  atomic_store(&service->is_wedged, false);
   health_set(&service->health, HEALTH_DRAINING);
   api_stop_admission(service->api);
   http_server_quiesce(service->http);

@@ -28,6 +28,8 @@ struct service {
   struct instance *instance;
   struct tokenizer *tokenizer;
   struct chat_template *chat_template;
+  bool has_wedge;                      /* the test hook is there: SITS_TEST_WEDGE is set */
+  atomic_bool is_wedged;               /* [atomic] and on */
   char *model_name;                    /* served-model-name's list, split in place */
 };
 
@@ -35,6 +37,8 @@ enum sits_status service_open(struct service *service, const struct options *opt
 enum sits_status service_load(struct service *service, struct sits_error *err) SITS_MUST_CHECK;
 /* On SIGHUP: read API keys and certificates again. What cannot be read stays as it was, and the log says why. */
 void service_reload(struct service *service);
+/* Test hook, without effect unless the environment has SITS_TEST_WEDGE: the engine's thread stands still until the drain. */
+void service_wedge(struct service *service);
 void service_drain(struct service *service);
 /* Whether every request has ended; waits at most timeout_us. */
 bool service_wait_idle(struct service *service, int64_t timeout_us);

@@ -184,6 +184,16 @@ def joined(payloads, choice=0):
     return text
 
 
+def make_certificate(folder, name="localhost"):
+    """Key and self-signed certificate in a folder; the options that name them."""
+    made = subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", folder / "key.pem", "-out",
+                           folder / "cert.pem", "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"],
+                          capture_output=True)
+    if made.returncode:
+        pytest.skip("openssl cannot make a certificate here")
+    return "--ssl-certfile", folder / "cert.pem", "--ssl-keyfile", folder / "key.pem"
+
+
 def start(tmp_path_factory, model, *options, **more):
     if not (BIN / "sits2026d").exists():
         pytest.skip(f"no daemon in {BIN}")

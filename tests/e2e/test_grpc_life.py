@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import BIN, ROOT, SLOW, SMOL, TINY
+from conftest import BIN, ROOT, SLOW, SMOL, TINY, make_certificate
 from google.protobuf import descriptor_pb2
 from grpc_client import channel, free_port, grpc, joined_stream, pb, start_both, stubs
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -477,15 +477,6 @@ def test_two_daemons_cannot_share_a_port(server):
     done = subprocess.run([BIN / "sits2026d", "--model", TINY, "--port", "0", "--grpc-port", server.grpc.split(":")[1]],
                           capture_output=True, text=True, timeout=20 * SLOW)
     assert done.returncode == 1 and "cannot listen" in done.stderr
-
-
-def make_certificate(folder, name="localhost"):
-    made = subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", folder / "key.pem", "-out",
-                           folder / "cert.pem", "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"],
-                          capture_output=True)
-    if made.returncode:
-        pytest.skip("openssl cannot make a certificate here")
-    return "--ssl-certfile", folder / "cert.pem", "--ssl-keyfile", folder / "key.pem"
 
 
 def test_client_certificates(tmp_path, begin):

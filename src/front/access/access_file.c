@@ -220,16 +220,29 @@ static enum sits_status read_yaml(const char *path, const struct mapfile *file, 
   return status;
 }
 
+/* Whether the file is one object a line: its first line is a JSON object by itself, and no document with a list of keys. */
+static bool is_json_lines(const struct mapfile *file)
+{
+  const char *text = (const char *)file->data;
+  size_t from = 0, to;
+  while (from < file->n_bytes && strchr(" \t\r\n", text[from])) from++;
+  if (from == file->n_bytes || text[from] != '{') return false;
+  for (to = from; to < file->n_bytes && text[to] != '\n';) to++;
+  json_t *first = NULL;
+  if (json_parse(text + from, to - from, &json_limits_request, &first, NULL)) return false;
+  bool has_list = json_object_get(first, "keys") != NULL;
+  json_decref(first);
+  return !has_list;
+}
+
 enum sits_status access_file_read(const char *path, struct access_table *table, struct sits_error *err)
 {
   struct mapfile file;
   int32_t n_before = table->n;
   enum sits_status status = mapfile_open(&file, path, err);
   if (status) return status;
-  size_t n_blank = 0;
-  while (n_blank < file.n_bytes && strchr(" \t\r\n", (char)file.data[n_blank])) n_blank++;
   if (file.n_bytes > MAX_FILE_BYTES) status = sits_fail(err, SITS_CONFIG, "%.150s: larger than 8 MiB", path);
-  else if (n_blank < file.n_bytes && file.data[n_blank] == '{') status = read_json_lines(path, &file, table, err);
+  else if (is_json_lines(&file)) status = read_json_lines(path, &file, table, err);
   else status = read_yaml(path, &file, table, err);
   mapfile_close(&file);
   if (!status && table->n == n_before) status = sits_fail(err, SITS_CONFIG, "%.150s: there is no key in it", path);

@@ -103,7 +103,8 @@ static grpc_ssl_certificate_config_reload_status fetch_certificates(void *contex
   uint64_t shown = atomic_exchange(&server->tls_version, set->version);
   if (shown == set->version) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
   grpc_ssl_pem_key_cert_pair pair = {.private_key = set->key, .cert_chain = set->certificates};
-  *out = grpc_ssl_server_certificate_config_create(set->authorities, &pair, 1);
+  /* This version aborts without authorities, also where it asks no client for a certificate; then these count for nothing. */
+  *out = grpc_ssl_server_certificate_config_create(set->authorities ? set->authorities : set->certificates, &pair, 1);
   return *out ? GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW : GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_FAIL;
 }
 

@@ -98,7 +98,7 @@ static void write_post(size_t i, const struct api_limits *limits, const struct a
   api_schema_write(posts[i].kind, limits, model, out);
   buf_printf(out, "}}},\"responses\":{\"200\":{\"description\":\"The answer\",\"content\":{\"application/json\":{\"schema\":{\"$ref\":"
              "\"#/components/schemas/%s\"}}%s}},%s%s}}},", posts[i].schema,
-             is_call ? ",\"text/event-stream\":{\"schema\":{\"type\":\"string\"}}" : "", errors, body_errors);
+             is_call ? ",\"text/event-stream\":{}" : "", errors, body_errors);
 }
 
 /* A route with a name in its path says which names there are. */

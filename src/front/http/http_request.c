@@ -38,7 +38,7 @@ struct http_request *http_request_create(struct http_server *server, struct MHD_
   pthread_mutex_init(&request->mutex, NULL);
   access_choose_id(header_of(connection, "X-Request-Id"), request->number, request->id, sizeof request->id);
   const char *qos = header_of(connection, "X-QoS-Level");
-  snprintf(request->qos, sizeof request->qos, "%s", qos ? qos : "");
+  snprintf(request->qos, sizeof request->qos, "%s", !qos ? "" : *qos ? qos : "?"); /* an empty one is there, and wrong */
   pthread_mutex_lock(&server->mutex);
   request->next = server->requests;
   if (server->requests) server->requests->previous = request;

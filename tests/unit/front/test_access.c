@@ -97,10 +97,15 @@ static void test_open_and_single_key(void **state)
   "\"max_tokens\":100,\"requests_per_minute\":3,\"tokens_per_minute\":50,\"concurrent_calls\":2}\n\n" \
   "{\"hash\":\"" TWO "\",\"tenant\":\"ops\",\"roles\":[\"metrics\"],\"id\":\"ops-1\"}"
 
+#define JSON \
+  "{\"keys\":[{\"hash\":\"" ONE "\",\"tenant\":\"team-a\",\"roles\":[\"inference\"],\"models\":[\"tiny\",\"b c\"],\"classes\":[\"low\"," \
+  "\"normal\"],\"max_tokens\":100,\"requests_per_minute\":3,\"tokens_per_minute\":50,\"concurrent_calls\":2}," \
+  "{\"hash\":\"" TWO "\",\"tenant\":\"ops\",\"roles\":[\"metrics\"],\"id\":\"ops-1\"}]}"
+
 static void test_both_formats_say_the_same(void **state)
 {
-  static const char *const texts[] = {YAML, LINES};
-  for (int i = 0; i < 2; i++) {
+  static const char *const texts[] = {YAML, LINES, JSON};
+  for (int i = 0; i < 3; i++) {
     struct access *access = open_text(texts[i]);
     struct access_grant *a = identify(access, BEARER_ONE), *b = identify(access, BEARER_TWO);
     struct access_usage usage;

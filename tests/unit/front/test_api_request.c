@@ -78,7 +78,7 @@ static const struct refusal refusals[] = {
   {API_COMPLETION, "{\"prompt\":[\"a\",\"b\",\"c\",\"d\",\"e\"],\"n\":128}", SITS_INVALID_ARGUMENT, "n"},
   {API_CHAT, CHAT(",\"max_tokens\":0"), SITS_INVALID_ARGUMENT, "max_tokens"},
   {API_CHAT, CHAT(",\"max_tokens\":-1"), SITS_INVALID_ARGUMENT, "max_tokens"},
-  {API_CHAT, CHAT(",\"max_completion_tokens\":99999999999"), SITS_INVALID_ARGUMENT, "max_tokens"},
+  {API_CHAT, CHAT(",\"max_completion_tokens\":99999999999"), SITS_INVALID_ARGUMENT, "max_completion_tokens"},
   {API_COMPLETION, TEXT(",\"max_tokens\":0"), SITS_INVALID_ARGUMENT, "max_tokens"},
   {API_CHAT, CHAT(",\"max_tokens\":4,\"min_tokens\":5"), SITS_INVALID_ARGUMENT, "min_tokens"},
   {API_CHAT, CHAT(",\"stop\":\"\""), SITS_INVALID_ARGUMENT, "stop"},
