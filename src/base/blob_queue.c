@@ -3,20 +3,15 @@
 
 #include <errno.h>
 #include <string.h>
-#include <time.h>
 
-#include "base/clock.h"
+#include "base/cond.h"
 #include "base/mem.h"
 
 void blob_queue_init(struct blob_queue *queue, size_t max_bytes)
 {
   *queue = (struct blob_queue){.max_bytes = max_bytes};
   pthread_mutex_init(&queue->mutex, NULL);
-  pthread_condattr_t monotonic;
-  pthread_condattr_init(&monotonic);
-  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-  pthread_cond_init(&queue->wake, &monotonic);
-  pthread_condattr_destroy(&monotonic);
+  cond_init_monotonic(&queue->wake);
 }
 
 void blob_queue_fini(struct blob_queue *queue)
@@ -48,15 +43,9 @@ bool blob_queue_put(struct blob_queue *queue, const void *bytes, size_t n_bytes)
   return has_room;
 }
 
-static struct timespec deadline(int64_t timeout_us)
-{
-  int64_t end_us = clock_monotonic_us() + timeout_us;
-  return (struct timespec){.tv_sec = end_us / 1000000, .tv_nsec = end_us % 1000000 * 1000};
-}
-
 struct blob *blob_queue_take(struct blob_queue *queue, int64_t timeout_us)
 {
-  struct timespec end = deadline(timeout_us);
+  struct timespec end = cond_deadline(timeout_us);
   pthread_mutex_lock(&queue->mutex);
   int failed = 0;
   while (!queue->head && !queue->is_closed && failed != ETIMEDOUT) failed = pthread_cond_timedwait(&queue->wake, &queue->mutex, &end);
@@ -85,7 +74,7 @@ void blob_queue_close(struct blob_queue *queue)
 
 void blob_queue_wait_close(struct blob_queue *queue, int64_t timeout_us)
 {
-  struct timespec end = deadline(timeout_us);
+  struct timespec end = cond_deadline(timeout_us);
   pthread_mutex_lock(&queue->mutex);
   int failed = 0;
   while (!queue->is_closed && failed != ETIMEDOUT) failed = pthread_cond_timedwait(&queue->wake, &queue->mutex, &end);

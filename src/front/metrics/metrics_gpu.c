@@ -7,9 +7,9 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/clock.h"
+#include "base/cond.h"
 #include "base/log.h"
 #include "base/mem.h"
 #include "front/metrics/metrics_text.h"
@@ -116,12 +116,6 @@ static struct sample take(const struct metrics_gpu *gpu, int i)
   return sample;
 }
 
-static struct timespec after(int64_t us)
-{
-  int64_t end_us = clock_monotonic_us() + us;
-  return (struct timespec){.tv_sec = end_us / 1000000, .tv_nsec = end_us % 1000000 * 1000};
-}
-
 static void *sampler_main(void *argument)
 {
   struct metrics_gpu *gpu = argument;
@@ -133,7 +127,7 @@ static void *sampler_main(void *argument)
     pthread_mutex_lock(&gpu->mutex);
     memcpy(gpu->samples, samples, sizeof *samples * (size_t)gpu->n);
     gpu->sampled_us = clock_monotonic_us();
-    struct timespec end = after(INTERVAL_US);
+    struct timespec end = cond_deadline(INTERVAL_US);
     if (!gpu->is_stopping) pthread_cond_timedwait(&gpu->wake, &gpu->mutex, &end);
   }
   gpu->has_ended = true;
@@ -147,11 +141,7 @@ struct metrics_gpu *metrics_gpu_start(void)
   struct metrics_gpu *gpu = mem_calloc(1, sizeof *gpu);
   if (!gpu) return NULL;
   if (load(gpu) && find_gpus(gpu)) {
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&gpu->wake, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    cond_init_monotonic(&gpu->wake);
     pthread_mutex_init(&gpu->mutex, NULL);
     if (!pthread_create(&gpu->thread, NULL, sampler_main, gpu)) return gpu;
     pthread_cond_destroy(&gpu->wake);
@@ -166,7 +156,7 @@ struct metrics_gpu *metrics_gpu_start(void)
 void metrics_gpu_stop(struct metrics_gpu *gpu)
 {
   if (!gpu) return;
-  struct timespec end = after(STOP_US);
+  struct timespec end = cond_deadline(STOP_US);
   int failed = 0;
   pthread_mutex_lock(&gpu->mutex);
   gpu->is_stopping = true;
