@@ -97,7 +97,9 @@ struct sits_event {
   int64_t emitted_us;                              /* monotonic: when the step that made it ended */
 };
 
-/* Where one request's time went, in microseconds; complete once it is done. */
+/* Where one request's time went, in microseconds; up to now while it runs. The durations add up to the time since submission: waiting for
+ * the first step, in steps that worked on it before and after its first token, and between those (other steps, planning, sampling, a
+ * slow consumer, pre-emption). */
 struct sits_request_timing {
   int64_t submitted_us, first_scheduled_us, first_token_us, done_us; /* monotonic points, 0 = not yet */
   int64_t queue_us, prefill_us, decode_us, scheduling_us;            /* durations */

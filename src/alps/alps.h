@@ -51,6 +51,7 @@ struct alps_options {
   int32_t chunk_tokens;        /* ALPS_CHUNKED: T of a step; 0 = 2048 */
   int32_t page_tokens;         /* P */
   int32_t n_pages;             /* N */
+  int32_t page_budget;         /* most pages that a sequence keeps (kv/kv_sparse.h), 0 = no limit */
   int64_t itl_target_us;       /* 0 = none set: steps with decodes keep to about 100 ms */
   int64_t ttft_target_us;      /* 0 = none set: prompts in order of arrival. Else under overload few are made late instead of all */
   int32_t class_weight[ALPS_CLASSES]; /* all 0 = 64, 8, 1 */
@@ -71,7 +72,7 @@ struct alps_request {
 /* What the caller says of an entry when it is admitted: it has taken a slot and attached cached pages. */
 struct alps_admitted {
   int32_t n_computed;          /* tokens that need not be computed */
-  int32_t n_pages;             /* held now */
+  int32_t n_pages;             /* length of its block table */
   int32_t n_available;         /* pages available now (free and cached) */
 };
 

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "alps/alps_internal.h"
+#include "kv/kv_sparse.h"
 
 static const double PREFILL_FLOOR = 0.05;  /* share of the target that prefill may always take, so that it cannot starve */
 static const double DECODE_CEILING = 0.9;  /* share of the budget that decodes alone may take before admission stops */
@@ -62,8 +63,10 @@ static int64_t projected_tokens(const struct alps *alps, const struct alps_entry
 
 static int64_t projected_growth(const struct alps *alps, const struct alps_entry *e)
 {
-  int64_t whole = pages_for(alps, projected_tokens(alps, e));
+  int64_t whole = pages_for(alps, projected_tokens(alps, e)), budget = alps->options.page_budget;
   int64_t outputs = whole - e->n_prompt / alps->options.page_tokens;
+  if (budget > 0 && whole > budget) whole = budget;
+  if (budget > 0 && outputs > budget) outputs = budget;
   int64_t n = whole - e->n_pages + (e->request.width - 1) * outputs + e->copy_pages;
   return n > 0 ? n : 0;
 }
@@ -329,6 +332,10 @@ static int32_t chunk_for(const struct planner *p, const struct alps_entry *e)
   if (n > p->tokens_left) n = p->tokens_left;
   int64_t by_pages = ((int64_t)e->n_pages + p->n_available - e->copy_pages) * alps->options.page_tokens - e->n_computed;
   if (n > by_pages) n = by_pages < 0 ? 0 : (int32_t)by_pages;
+  if (alps->options.page_budget > 0) {
+    int64_t limit = kv_sparse_limit(alps->options.page_budget, alps->options.page_tokens, e->n_computed) - e->n_computed;
+    if (n > limit) n = (int32_t)limit;
+  }
   if (e->request.wants_rows && n > p->rows_left) n = p->rows_left;
   if (n == left && p->rows_left == 0) n--;
   n = chunk_by_time(p, e->request.service_class, e->n_computed, n);

@@ -22,6 +22,6 @@ const struct backend_vtable *backend_find(const char *name)
 const char *kv_codec_name(enum kv_codec codec)
 {
   static const char *const names[KV_CODEC_COUNT] = {[KV_F16] = "f16", [KV_INT8] = "int8", [KV_INT4] = "int4", [KV_FP4] = "fp4",
-                                                     [KV_F32] = "f32"};
+                                                     [KV_FP4_SPARSE] = "fp4-sparse", [KV_F32] = "f32"};
   return codec >= 0 && codec < KV_CODEC_COUNT ? names[codec] : "?";
 }

@@ -9,6 +9,7 @@
 #ifndef SITS_BACKEND_BACKEND_H
 #define SITS_BACKEND_BACKEND_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -18,6 +19,8 @@
 #define BACKEND_ABI 1
 #define KV_PAGE_TOKENS 64          /* P */
 #define BACKEND_MAX_RANKS 8
+#define KV_NO_PAGE (-1)            /* in a block table: the page was dropped, nobody attends to its tokens any more */
+#define KV_MASS_ONE 65536          /* unit of backend_batch.page_mass: the whole attention of one query head in one layer */
 
 struct backend;                    /* an open device */
 struct group;                      /* backend/group.h: the ranks of a model cut over several devices */
@@ -25,7 +28,8 @@ struct backend_program;            /* a model compiled for it */
 struct backend_kv;                 /* its page memory */
 struct program;                    /* backend/program.h: what to run, device-independent */
 
-enum kv_codec { KV_F16, KV_INT8, KV_INT4, KV_FP4, KV_F32, KV_CODEC_COUNT }; /* F32: exact, for verification; a backend may lack any */
+/* FP4_SPARSE: FP4's bytes, and sequences may lose pages (kv/kv.h). F32: exact, for verification. A backend may lack any. */
+enum kv_codec { KV_F16, KV_INT8, KV_INT4, KV_FP4, KV_FP4_SPARSE, KV_F32, KV_CODEC_COUNT };
 
 struct backend_options {
   int32_t n_threads;               /* CPU workers; 0 = one per core */
@@ -72,11 +76,16 @@ struct backend_batch {
   const int32_t *positions;        /* [T] position in the sequence, for RoPE and the causal mask */
   const int32_t *seq_start;        /* [S+1] */
   const int32_t *kv_len;           /* [S] tokens of the sequence in the cache once this step's are appended */
-  const int32_t *block_table;      /* [S][table_stride] page ids; entry i holds positions i*P .. i*P+P-1 */
+  const int32_t *block_table;      /* [S][table_stride] page ids; entry i holds positions i*P .. i*P+P-1. With FP4_SPARSE entries before
+                                      the first one that this step writes may be KV_NO_PAGE */
   int32_t table_stride;
   const int32_t *row_token;        /* [R] ascending token indexes whose logits are wanted */
   const struct backend_sample *sample; /* [R]: draw on the device and give tokens; NULL: logits only. Where can_sample */
   bool wants_logits;               /* with sample: the logits too, for rows that the host draws */
+  /* FP4_SPARSE: where page_mass is not NULL, the attention that token t gives to the page of entry i, summed over layers and query heads
+   * and each rounded to units of 1/KV_MASS_ONE, is added to page_mass[mass_row[t] * table_stride + i] by the time wait returns. */
+  const int32_t *mass_row;         /* [T] */
+  _Atomic uint64_t *page_mass;     /* [rows][table_stride] */
   void (*progress)(void *user);    /* called now and then while the batch computes, on any thread, before wait returns; NULL: not wanted.
                                       A backend whose batches take no longer than a second need not call it. */
   void *progress_user;

@@ -20,7 +20,8 @@ struct options {
   const char *tensor_parallel_devices; /* ordinals, comma-separated; NULL: chosen */
   double collective_timeout_s;
   /* KV cache */
-  const char *kv_cache_dtype;       /* auto|f16|int8|int4|fp4 */
+  const char *kv_cache_dtype;       /* auto|f16|int8|int4|fp4|fp4-sparse */
+  int64_t kv_page_budget;           /* 0: half of max_model_len's pages */
   int64_t kv_cache_memory;          /* bytes, 0: sized from what is free */
   bool enable_prefix_caching;
   int64_t swap_space;               /* bytes of host memory for swapped sequences */

@@ -209,6 +209,7 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .kv_cache_bytes = (uint64_t)o->kv_cache_memory,
                                      .gpu_memory_utilization = o->gpu_memory_utilization,
                                      .kv_codec = o->kv_cache_dtype,
+                                     .kv_page_budget = (int32_t)o->kv_page_budget,
                                      .prefix_caching = o->enable_prefix_caching,
                                      .swap_bytes = (uint64_t)o->swap_space,
                                      .policy = o->enable_chunked_prefill ? o->policy : "continuous",

@@ -19,7 +19,11 @@ static enum sits_status check_options(const struct engine_options *o, struct sit
   if (o->max_num_batched_tokens < o->max_num_seqs) {
     return sits_fail_param(err, SITS_INVALID_ARGUMENT, "max_num_batched_tokens", "must be at least max_num_seqs (%d)", o->max_num_seqs);
   }
+  if (o->page_budget != 0 && (o->geometry.codec != KV_FP4_SPARSE || o->page_budget < KV_LEAST_BUDGET))
+    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "page_budget", "a page budget is at least %d pages, and for fp4-sparse only",
+                           KV_LEAST_BUDGET);
   int64_t holds = (int64_t)o->geometry.n_pages * KV_PAGE_TOKENS;
+  if (o->page_budget > 0 && o->page_budget <= o->geometry.n_pages) holds = INT32_MAX; /* the rest is dropped */
   if (o->max_model_len <= 0 || o->max_model_len > holds) {
     return sits_fail_param(err, SITS_INVALID_ARGUMENT, "max_model_len", "must be in [1, %lld], the tokens that the page memory holds",
                            (long long)holds);
@@ -47,6 +51,11 @@ static bool alloc_arrays(struct sits_engine *e)
   e->row_token = mem_calloc(r, sizeof(int32_t));
   e->rows = mem_calloc(r, sizeof *e->rows);
   e->samples = mem_calloc(r, sizeof *e->samples);
+  if (o->page_budget > 0) {
+    e->mass_row = mem_calloc(t, sizeof(int32_t));
+    e->page_mass = mem_calloc((t / KV_TOKENS + 2 * s) * (size_t)e->stride, sizeof *e->page_mass);
+    if (!e->mass_row || !e->page_mass) return false;
+  }
   return e->end_ids && e->by_id && e->free_ids && e->deadlines && e->parked && e->news && e->moves && e->copies && e->tokens &&
          e->positions && e->seq_start && e->kv_len && e->tables && e->row_token && e->rows && e->samples;
 }
@@ -55,11 +64,11 @@ static enum sits_status create_parts(struct sits_engine *e)
 {
   const struct engine_options *o = &e->options;
   struct kv_options kv = {.n_pages = o->geometry.n_pages, .n_slots = o->max_num_seqs, .max_pages = e->stride,
-                          .n_host_pages = o->n_host_pages, .prefix_caching = o->prefix_caching};
+                          .n_host_pages = o->n_host_pages, .prefix_caching = o->prefix_caching, .page_budget = o->page_budget};
   struct alps_options alps = {.policy = o->policy, .max_entries = e->max_entries,
                               .max_seqs = o->max_num_seqs, .max_batch_tokens = o->max_num_batched_tokens, .max_rows = o->max_rows,
-                              .page_tokens = KV_TOKENS, .n_pages = o->geometry.n_pages, .itl_target_us = o->itl_target_us,
-                              .ttft_target_us = o->ttft_target_us};
+                              .page_tokens = KV_TOKENS, .n_pages = o->geometry.n_pages, .page_budget = o->page_budget,
+                              .itl_target_us = o->itl_target_us, .ttft_target_us = o->ttft_target_us};
   enum sits_status status = kv_create(&kv, &e->pages);
   if (status == SITS_OK) status = alps_create(&alps, &e->alps);
   if (status == SITS_OK) status = engine_sampler_init(&e->sampler, o->n_vocab);
@@ -95,7 +104,8 @@ enum sits_status engine_create(const struct engine_options *options, struct sits
   if (e->options.spec_max_running <= 0) e->options.spec_max_running = 8;
   if (e->options.spec_max_tokens < 0) e->options.spec_max_tokens = 0;
   /* A refused draft is overwritten later; codecs that fold whole groups of tokens into few bits cannot take a token back. */
-  if (e->options.spec_max_tokens > 0 && (options->geometry.codec == KV_INT4 || options->geometry.codec == KV_FP4)) {
+  if (e->options.spec_max_tokens > 0 && (options->geometry.codec == KV_INT4 || options->geometry.codec == KV_FP4 ||
+                                         options->geometry.codec == KV_FP4_SPARSE)) {
     log_info("engine", "no speculation: %s pages cannot take a token back", kv_codec_name(options->geometry.codec));
     e->options.spec_max_tokens = 0;
   }
@@ -148,6 +158,8 @@ void engine_destroy(struct sits_engine *e)
   mem_free(e->kv_len);
   mem_free(e->tables);
   mem_free(e->row_token);
+  mem_free(e->mass_row);
+  mem_free((void *)e->page_mass);
   mem_free(e->samples);
   mem_free(e->rows);
   pthread_cond_destroy(&e->idle_cond);

@@ -210,6 +210,16 @@ static void add_rows(struct sits_engine *engine, int32_t item, const struct engi
   }
 }
 
+/* With a page budget: a row of page_mass for each page that the item's queries lie in. */
+static void add_mass_rows(struct sits_engine *engine, const struct engine_choice *choice, int32_t first_token, int32_t n_tokens)
+{
+  for (int32_t i = 0; i < n_tokens; i++) {
+    if (i > 0 && (choice->n_computed + i) % KV_TOKENS == 0) engine->n_mass_rows++;
+    engine->mass_row[first_token + i] = engine->n_mass_rows;
+  }
+  engine->n_mass_rows++;
+}
+
 static void add_item(struct sits_engine *engine, int32_t item)
 {
   struct alps_item *it = &engine->plan.items[item];
@@ -231,6 +241,7 @@ static void add_item(struct sits_engine *engine, int32_t item)
   batch->n_seqs++;
   engine->seq_start[s + 1] = batch->n_tokens;
   add_rows(engine, item, choice, first_token);
+  if (engine->page_mass) add_mass_rows(engine, choice, first_token, it->n_tokens);
 }
 
 /* Block tables come last, once reserving can no longer change them; the stride is the longest of this batch. */
@@ -289,10 +300,15 @@ void engine_build(struct sits_engine *engine)
   engine->batch = (struct backend_batch){.tokens = engine->tokens, .positions = engine->positions, .seq_start = engine->seq_start,
                                          .kv_len = engine->kv_len, .block_table = engine->tables, .row_token = engine->row_token,
                                          .progress = beat, .progress_user = engine};
-  engine->n_moves = 0;
+  engine->n_moves = engine->n_mass_rows = 0;
   engine->seq_start[0] = 0;
   for (int32_t i = 0; i < engine->plan.n_items; i++) add_item(engine, i);
   add_tables(engine);
+  if (engine->page_mass) {
+    engine->batch.mass_row = engine->mass_row;
+    engine->batch.page_mass = engine->page_mass;
+    memset((void *)engine->page_mass, 0, (size_t)engine->n_mass_rows * (size_t)engine->batch.table_stride * sizeof *engine->page_mass);
+  }
   ask_device(engine);
 }
 

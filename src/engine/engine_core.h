@@ -43,6 +43,7 @@ struct engine_options {
   int64_t max_waiting_tokens;    /* prompt tokens of waiting requests; 0 = no limit */
   bool prefix_caching;
   int32_t n_host_pages;          /* pages of host memory for swapped sequences, 0 = pre-emption by recompute only */
+  int32_t page_budget;           /* most pages that a sequence keeps (kv/kv_sparse.h); KV_FP4_SPARSE only, 0 = all. No swapping then */
   int64_t itl_target_us;         /* inter-token latency that running streams must keep; 0 = none set: about 100 ms a step */
   int64_t ttft_target_us;        /* time to the first token that most requests keep under overload; 0 = none set: order of arrival */
   int32_t spec_max_tokens;       /* longest draft verified at once, 0 = no speculation */
@@ -78,13 +79,15 @@ struct engine_stats {
   uint64_t n_steps, n_preemptions, n_preemptions_swapped;
   uint64_t prompt_tokens, prompt_tokens_cached, prompt_tokens_computed, generation_tokens;
   uint64_t prefix_query_tokens, prefix_hit_tokens;
+  uint64_t n_pages_dropped;      /* by sequences, for their page budget */
   uint64_t finished[SITS_FINISH_ERROR + 1];      /* choices, by enum sits_finish */
   uint64_t rejected_requests, rejected_tokens;   /* submissions refused: queue full by requests, by prompt tokens */
   uint64_t spec_drafts, spec_draft_tokens, spec_accepted_tokens;
   double step_us_ewma;           /* recent time of a step */
   double itl_p99_us;             /* sliding window over running streams */
   struct engine_histogram ttft_seconds, itl_seconds, tpot_seconds, e2e_seconds, queue_seconds, prefill_seconds, decode_seconds,
-      inference_seconds, prompt_tokens_hist, generation_tokens_hist, max_tokens_hist, n_choices_hist, iteration_tokens_hist;
+      scheduling_seconds, inference_seconds,
+      prompt_tokens_hist, generation_tokens_hist, max_tokens_hist, n_choices_hist, iteration_tokens_hist;
 };
 
 struct engine_limits { int32_t max_model_len, max_prompt_tokens, max_num_seqs, n_vocab; };

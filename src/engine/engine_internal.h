@@ -58,8 +58,9 @@ struct engine_ring {
   _Atomic uint32_t tail;          /* [atomic] next to write; engine writes */
 };
 
-enum engine_time { TIME_SUBMITTED, TIME_SCHEDULED, TIME_FIRST_TOKEN, TIME_DONE, TIME_COMPUTED, TIME_CACHED_TOKENS, TIME_OUTPUT_TOKENS,
-                   TIME_PREEMPTIONS, TIME_COUNT };
+/* TIME_COMPUTED: in steps that it was part of; TIME_COMPUTED_FIRST: of that, until its first token. */
+enum engine_time { TIME_SUBMITTED, TIME_SCHEDULED, TIME_FIRST_TOKEN, TIME_DONE, TIME_COMPUTED, TIME_COMPUTED_FIRST, TIME_CACHED_TOKENS,
+                   TIME_OUTPUT_TOKENS, TIME_PREEMPTIONS, TIME_COUNT };
 
 struct sits_request {
   struct sits_engine *engine;     /* [init] */
@@ -134,6 +135,9 @@ struct sits_engine {
   struct backend_batch batch;     /* [loop] arrays below */
   int32_t *tokens, *positions, *seq_start, *kv_len, *tables, *row_token;
   struct engine_row *rows;        /* [loop] [max_rows] */
+  int32_t *mass_row;              /* [loop] [max_num_batched_tokens] with a page budget, else NULL */
+  _Atomic uint64_t *page_mass;    /* [loop] [most rows][stride] the same */
+  int32_t n_mass_rows;            /* [loop] of this batch: a row for each sequence and page that its queries lie in */
   struct backend_sample *samples; /* [loop] [max_rows] where the device draws */
   int64_t step_started_us, last_step_end_us, compute_us; /* [loop] */
   bool is_continuous;             /* [loop] the step before had work too */

@@ -168,6 +168,7 @@ static enum sits_finish draw(struct sits_engine *engine, struct engine_choice *c
   }
   int64_t now_us = engine->last_step_end_us;
   if (atomic_load(&request->times[TIME_FIRST_TOKEN]) == 0) {
+    atomic_store(&request->times[TIME_COMPUTED_FIRST], atomic_load(&request->times[TIME_COMPUTED]));
     atomic_store(&request->times[TIME_FIRST_TOKEN], now_us);
     engine_observe(&engine->stats.ttft_seconds, (double)(now_us - atomic_load(&request->times[TIME_SUBMITTED])) * 1e-6);
   }
@@ -265,6 +266,15 @@ static void draw_rows(struct sits_engine *engine, struct engine_choice *choice, 
   else update_entry(engine, choice);
 }
 
+/* With a page budget: what the item's queries gave to the sequence's pages, page by page of queries. Returns the next item's first row. */
+static int32_t credit_pages(struct sits_engine *engine, const struct engine_choice *choice, int32_t n_tokens, int32_t row)
+{
+  int32_t first = choice->n_computed / KV_TOKENS, last = (choice->n_computed + n_tokens - 1) / KV_TOKENS;
+  for (int32_t page = first; page <= last; page++, row++)
+    kv_credit(engine->pages, choice->slot, page, engine->page_mass + (int64_t)row * engine->batch.table_stride);
+  return row;
+}
+
 static void count_compute(struct sits_engine *engine, struct sits_request *request)
 {
   if (request->counted_step == engine->stats.n_steps) return;
@@ -275,7 +285,7 @@ static void count_compute(struct sits_engine *engine, struct sits_request *reque
 void engine_outputs(struct sits_engine *engine, const struct backend_result *result)
 {
   const struct backend_batch *batch = &engine->batch;
-  int32_t r = 0;
+  int32_t r = 0, mass_row = 0;
   if (result->tokens) take_drawn(engine, result->tokens);
   engine->logits = result->logits;
   if (result->logits) engine_pool_run(engine->pool, &engine->sampler, batch->n_rows, make_row, engine);
@@ -285,6 +295,7 @@ void engine_outputs(struct sits_engine *engine, const struct backend_result *res
     struct sits_request *request = choice->request;
     if (item->n_tokens == 0) continue;
     count_compute(engine, request);
+    if (engine->page_mass) mass_row = credit_pages(engine, choice, item->n_tokens, mass_row);
     for (; r < batch->n_rows && engine->rows[r].item == i && engine->rows[r].is_prompt; r++) {
       prompt_row(engine, request, &engine->rows[r]);
     }

@@ -320,6 +320,11 @@ static int64_t span(int64_t from, int64_t to)
   return from > 0 && to > from ? to - from : 0;
 }
 
+static int64_t least(int64_t a, int64_t b)
+{
+  return a < b ? a : b;
+}
+
 void sits_request_timing(const struct sits_request *request, struct sits_request_timing *out)
 {
   int64_t t[TIME_COUNT];
@@ -328,13 +333,13 @@ void sits_request_timing(const struct sits_request *request, struct sits_request
       .submitted_us = t[TIME_SUBMITTED], .first_scheduled_us = t[TIME_SCHEDULED], .first_token_us = t[TIME_FIRST_TOKEN],
       .done_us = t[TIME_DONE], .n_prompt_tokens = request->params.n_prompt, .n_cached_tokens = (int32_t)t[TIME_CACHED_TOKENS],
       .n_output_tokens = (int32_t)t[TIME_OUTPUT_TOKENS], .n_preemptions = (int32_t)t[TIME_PREEMPTIONS]};
-  int64_t end = t[TIME_DONE], scheduled = t[TIME_SCHEDULED] ? t[TIME_SCHEDULED] : end;
+  int64_t end = t[TIME_DONE] ? t[TIME_DONE] : clock_monotonic_us(), scheduled = t[TIME_SCHEDULED] ? t[TIME_SCHEDULED] : end;
   int64_t first = t[TIME_FIRST_TOKEN] ? t[TIME_FIRST_TOKEN] : end;
+  int64_t computed_first = t[TIME_FIRST_TOKEN] ? t[TIME_COMPUTED_FIRST] : t[TIME_COMPUTED];
   out->queue_us = span(t[TIME_SUBMITTED], scheduled);
-  out->prefill_us = span(t[TIME_SCHEDULED], first);
-  out->decode_us = span(t[TIME_FIRST_TOKEN], end);
-  int64_t waited = span(t[TIME_SCHEDULED], end) - t[TIME_COMPUTED];
-  out->scheduling_us = waited > 0 ? waited : 0;
+  out->prefill_us = least(computed_first, span(t[TIME_SCHEDULED], first));
+  out->decode_us = least(t[TIME_COMPUTED] - computed_first, span(t[TIME_FIRST_TOKEN], end));
+  out->scheduling_us = span(t[TIME_SCHEDULED], end) - out->prefill_us - out->decode_us;
 }
 
 void sits_request_release(struct sits_request *request)

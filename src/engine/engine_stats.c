@@ -59,12 +59,14 @@ void engine_stats_request(struct sits_engine *engine, const struct sits_request 
   engine_observe(&s->max_tokens_hist, request->params.sampling.max_tokens);
   engine_observe(&s->n_choices_hist, request->n_choices);
   if (t.first_scheduled_us == 0) return;
-  engine_observe(&s->prefill_seconds, (double)t.prefill_us * 1e-6);
+  engine_observe(&s->prefill_seconds, (double)((t.first_token_us ? t.first_token_us : t.done_us) - t.first_scheduled_us) * 1e-6);
+  engine_observe(&s->scheduling_seconds, (double)t.scheduling_us * 1e-6);
   engine_observe(&s->inference_seconds, (double)(t.done_us - t.first_scheduled_us) * 1e-6);
   if (t.first_token_us == 0) return;
-  engine_observe(&s->decode_seconds, (double)t.decode_us * 1e-6);
+  double decode_s = (double)(t.done_us - t.first_token_us) * 1e-6;
+  engine_observe(&s->decode_seconds, decode_s);
   double n_each = (double)t.n_output_tokens / request->n_choices;
-  if (n_each > 1) engine_observe(&s->tpot_seconds, (double)t.decode_us * 1e-6 / (n_each - 1));
+  if (n_each > 1) engine_observe(&s->tpot_seconds, decode_s / (n_each - 1));
 }
 
 void engine_stats_publish(struct sits_engine *engine)
@@ -88,6 +90,7 @@ void engine_stats_publish(struct sits_engine *engine)
   s->kv_usage = (double)kv.n_referenced / kv.n_total;
   s->prefix_query_tokens = kv.query_tokens;
   s->prefix_hit_tokens = kv.hit_tokens;
+  s->n_pages_dropped = kv.n_dropped;
   s->itl_p99_us = alps.itl_p99_us;
   s->rejected_requests = atomic_load(&engine->n_rejected_requests);
   s->rejected_tokens = atomic_load(&engine->n_rejected_tokens);

@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "base/mem.h"
 #include "engine/runner.h"
+#include "kv/kv_sparse.h"
 
 enum { CPU_SEQS = 64, CPU_TOKENS = 512, CUDA_SEQS = 256, CUDA_TOKENS = 8192, CUDA_SAMPLERS = 12, MAX_PAGES = 1 << 24 };
 
@@ -52,6 +53,31 @@ static uint64_t bytes_for_pages(const struct instance_options *o, const struct b
   return (double)device->memory_free_bytes > kept_free ? device->memory_free_bytes - (uint64_t)kept_free : 0;
 }
 
+/* fp4-sparse: most pages of one sequence of that length. 0: all that it needs. */
+static enum sits_status choose_budget(struct instance *instance, int32_t length, struct sits_error *err)
+{
+  const int32_t given = instance->options.kv_page_budget;
+  instance->info.page_budget = 0;
+  if (instance->runner.codec != KV_FP4_SPARSE) {
+    if (given == 0) return SITS_OK;
+    return sits_fail_param(err, SITS_CONFIG, "kv-page-budget", "kv-page-budget is for kv-cache-dtype fp4-sparse, not %s",
+                           kv_codec_name(instance->runner.codec));
+  }
+  if (given != 0 && given < KV_LEAST_BUDGET)
+    return sits_fail_param(err, SITS_CONFIG, "kv-page-budget", "kv-page-budget %d is below %d pages, the least that makes sense", given,
+                           KV_LEAST_BUDGET);
+  instance->info.page_budget = given != 0 ? given : pages_for(length) / 2;
+  if (instance->info.page_budget < KV_LEAST_BUDGET) instance->info.page_budget = KV_LEAST_BUDGET;
+  return SITS_OK;
+}
+
+/* Pages that a sequence of that length holds at once. */
+static int32_t pages_of_one(const struct instance *instance, int32_t length)
+{
+  const int32_t n = pages_for(length), budget = instance->info.page_budget;
+  return budget > 0 && budget < n ? budget : n;
+}
+
 /* Pages: as many as the memory allows, not more than max_num_seqs sequences of full length can use, at least one sequence's worth when
  * the length was asked for. The model's length is cut to what the pages hold when it was not. */
 static enum sits_status size_pages(struct instance *instance, struct sits_error *err)
@@ -63,19 +89,23 @@ static enum sits_status size_pages(struct instance *instance, struct sits_error 
     return sits_fail_param(err, SITS_CONFIG, "max-model-len", "max-model-len %d is beyond the model's own %d", o->max_model_len, model_len);
   }
   int32_t length = o->max_model_len > 0 ? o->max_model_len : model_len;
+  enum sits_status status = choose_budget(instance, length, err);
+  if (status != SITS_OK) return status;
   struct backend_info device;
   r->vtable->info(r->backend, &device);
   uint64_t bytes = o->kv_cache_bytes ? o->kv_cache_bytes : bytes_for_pages(o, &device);
-  uint64_t n_pages = bytes / r->page_bytes, needed = (uint64_t)pages_for(length) * (uint64_t)o->max_num_seqs;
+  uint64_t n_pages = bytes / r->page_bytes, needed = (uint64_t)pages_of_one(instance, length) * (uint64_t)o->max_num_seqs;
   if (n_pages > needed) n_pages = needed;
   if (n_pages > MAX_PAGES) n_pages = MAX_PAGES;
-  int32_t holds = (int32_t)n_pages * KV_PAGE_TOKENS;
-  if (n_pages == 0 || (holds < length && o->max_model_len > 0)) {
+  bool is_short = n_pages < (uint64_t)pages_of_one(instance, length);
+  if (n_pages == 0 || (is_short && o->max_model_len > 0)) {
     return sits_fail_param(err, SITS_CONFIG, "kv-cache-memory",
                            "one sequence of %d tokens needs %llu bytes of cache, %llu are there; lower max-model-len or raise the cache",
-                           length, (unsigned long long)r->page_bytes * (unsigned long long)pages_for(length), (unsigned long long)bytes);
+                           length, (unsigned long long)r->page_bytes * (unsigned long long)pages_of_one(instance, length),
+                           (unsigned long long)bytes);
   }
-  if (holds < length) {
+  if (is_short) {
+    int32_t holds = (int32_t)n_pages * KV_PAGE_TOKENS;
     log_warn("engine", "max-model-len cut from %d to %d: the cache holds no more", length, holds);
     length = holds;
   }
@@ -93,6 +123,7 @@ static enum sits_status create_engine(struct instance *instance, struct sits_err
       .max_model_len = instance->info.max_model_len, .max_num_seqs = o->max_num_seqs, .max_rows = o->max_num_seqs,
       .max_num_batched_tokens = o->max_num_batched_tokens, .max_waiting_requests = o->max_waiting_requests,
       .max_waiting_tokens = o->max_waiting_tokens, .prefix_caching = o->prefix_caching,
+      .page_budget = instance->info.page_budget,
       .n_host_pages = (int32_t)(o->swap_bytes / r->page_bytes > MAX_PAGES ? MAX_PAGES : o->swap_bytes / r->page_bytes),
       .itl_target_us = o->itl_target_us, .spec_max_tokens = o->spec_max_tokens, .spec_max_running = o->spec_max_running,
       .ttft_target_us = o->ttft_target_us, .policy = alps_policy_named(o->policy), .n_sampler_threads = o->n_sampler_threads,

@@ -33,7 +33,9 @@ struct instance_options {
   uint64_t kv_cache_bytes;          /* 0 = from free memory (see below), never more than max_num_seqs full sequences need */
   double gpu_memory_utilization;    /* share of a GPU's memory for weights, workspaces and pages together when kv_cache_bytes is 0;
                                        0 = 0.9. On a CPU pages take half of the free memory. */
-  const char *kv_codec;             /* "auto" (f16), "f16", "int8", "int4", "fp4"; NULL = auto */
+  const char *kv_codec;             /* "auto" (f16), "f16", "int8", "int4", "fp4", "fp4-sparse"; NULL = auto */
+  int32_t kv_page_budget;           /* fp4-sparse: most pages that a sequence keeps; 0 = half of what max_model_len takes, which is 15 %
+                                       of f16's bytes */
   bool prefix_caching;
   uint64_t swap_bytes;              /* host memory for swapped sequences, 0 = none */
   int64_t itl_target_us;            /* 0 = none */
@@ -54,6 +56,7 @@ struct instance_info {
   uint64_t kv_bytes;                /* page memory */
   uint64_t page_bytes;
   int32_t n_pages;
+  int32_t page_budget;              /* 0 = none */
   int32_t max_model_len, max_num_seqs, max_num_batched_tokens;
   enum kv_codec kv_codec;
   int64_t open_us, compile_us;      /* time for reading the model, for packing it */

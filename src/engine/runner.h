@@ -17,7 +17,7 @@
 struct runner_options {
   const char *model_path;
   const char *device;              /* "auto", "cpu", "cuda" */
-  const char *kv_codec;            /* "auto" (an engine file's own, else f16), "f16", "int8", "int4", "fp4" */
+  const char *kv_codec;            /* "auto" (an engine file's own, else f16), "f16", "int8", "int4", "fp4", "fp4-sparse" */
   bool unfused;                    /* plain ops only, for comparison */
   struct backend_options backend;
 };

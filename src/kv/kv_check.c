@@ -20,15 +20,23 @@ static void check_tables(const struct kv *kv, int32_t *n_named)
     const struct kv_slot *s = &kv->slots[slot];
     if (!s->is_open) continue;
     n_open++;
+    int32_t n_dropped = 0;
     require(s->n_pages <= kv->options.max_pages && s->n_pages >= kv_pages_for(s->n_tokens), "a table covers its tokens", slot);
     require(s->n_indexed <= s->n_tokens / KV_TOKENS, "only full pages are indexed", slot);
     for (int32_t i = 0; i < s->n_pages; i++) {
       int32_t page = kv_table(kv, slot)[i];
+      if (page == KV_DROPPED) {
+        require(i > 0 && i < s->n_tokens / KV_TOKENS, "only whole pages behind the first are dropped", slot);
+        n_dropped++;
+        continue;
+      }
       require(page >= 0 && page < kv->options.n_pages, "a table names real pages", slot);
       n_named[page]++;
       if (i >= s->n_tokens / KV_TOKENS) require(!kv->pages[page].serial, "an indexed page is full", page);
       if (i > 0 && i >= kv_pages_for(s->n_tokens)) require(kv->pages[page].n_refs == 1, "a reserved page is private", page);
     }
+    require(n_dropped == s->n_dropped, "a slot's count of dropped pages is right", slot);
+    require(kv->options.page_budget == 0 || kv_held(kv, slot) <= kv->options.page_budget, "a sequence keeps to its budget", slot);
   }
   require(n_open + kv->n_slots_free == kv->options.n_slots, "open + free slots = all", n_open);
 }

@@ -1,5 +1,5 @@
 /* Inside of the KV bookkeeping; only files in src/kv include it. kv_pool.c: pages and their three states. kv_index.c: content index.
- * kv_seq.c: slots and block tables. kv_swap.c: host places. kv_check.c: the rules. */
+ * kv_seq.c: slots and block tables. kv_sparse.c: what a page is worth. kv_swap.c: host places. kv_check.c: the rules. */
 #ifndef SITS_KV_KV_INTERNAL_H
 #define SITS_KV_KV_INTERNAL_H
 
@@ -22,6 +22,8 @@ struct kv_slot {
   int32_t n_indexed;         /* leading pages that are in the index, or whose twin is */
   uint64_t last_serial;      /* of the entry that stands for page n_indexed - 1 */
   struct kv_owner owner;
+  int32_t n_dropped;         /* entries of its table that are KV_DROPPED */
+  int32_t query_page;        /* newest that was credited */
 };
 
 struct kv {
@@ -36,16 +38,22 @@ struct kv {
   uint64_t next_serial;
   struct kv_slot *slots;     /* [n_slots] */
   int32_t *tables;           /* [n_slots][max_pages] */
+  uint64_t *worth;           /* [n_slots][max_pages] with a budget, else NULL */
   int32_t *slot_stack;       /* free slots */
   int32_t n_slots_free;
   int32_t *host_next;        /* [n_host_pages] chains of places; free ones are chained too */
   int32_t host_free, n_host_free;
-  uint64_t query_tokens, hit_tokens, n_evicted;
+  uint64_t query_tokens, hit_tokens, n_evicted, n_dropped;
 };
 
 static inline int32_t *kv_table(const struct kv *kv, int32_t slot)
 {
   return kv->tables + (int64_t)slot * kv->options.max_pages;
+}
+
+static inline uint64_t *kv_worth(const struct kv *kv, int32_t slot)
+{
+  return kv->worth + (int64_t)slot * kv->options.max_pages;
 }
 
 static inline int32_t *kv_page_tokens(const struct kv *kv, int32_t page)

@@ -29,10 +29,13 @@ static void link_all_free(struct kv *kv)
 
 enum sits_status kv_create(const struct kv_options *options, struct kv **out)
 {
-  if (options->n_pages <= 0 || options->n_slots <= 0 || options->max_pages <= 0 || options->n_host_pages < 0) return SITS_INVALID_ARGUMENT;
+  if (options->n_pages <= 0 || options->n_slots <= 0 || options->max_pages <= 0 || options->n_host_pages < 0 ||
+      (options->page_budget != 0 && options->page_budget < KV_LEAST_BUDGET))
+    return SITS_INVALID_ARGUMENT;
   struct kv *kv = mem_calloc(1, sizeof *kv);
   if (!kv) return SITS_NOMEM;
   kv->options = *options;
+  if (options->page_budget > 0) kv->options.prefix_caching = false;
   kv->n_buckets = 16;
   while (kv->n_buckets < (uint32_t)options->n_pages) kv->n_buckets *= 2;
   kv->lru_oldest = kv->lru_newest = -1;
@@ -45,7 +48,9 @@ enum sits_status kv_create(const struct kv_options *options, struct kv **out)
   kv->slot_stack = mem_calloc((size_t)options->n_slots, sizeof(int32_t));
   kv->tables = mem_calloc((size_t)options->n_slots * (size_t)options->max_pages, sizeof(int32_t));
   kv->host_next = mem_calloc((size_t)options->n_host_pages + 1, sizeof(int32_t));
-  if (!kv->pages || !kv->page_tokens || !kv->free_stack || !kv->buckets || !kv->slots || !kv->slot_stack || !kv->tables || !kv->host_next) {
+  if (options->page_budget > 0) kv->worth = mem_calloc((size_t)options->n_slots * (size_t)options->max_pages, sizeof *kv->worth);
+  if (!kv->pages || !kv->page_tokens || !kv->free_stack || !kv->buckets || !kv->slots || !kv->slot_stack || !kv->tables || !kv->host_next ||
+      (options->page_budget > 0 && !kv->worth)) {
     kv_destroy(kv);
     return SITS_NOMEM;
   }
@@ -64,6 +69,7 @@ void kv_destroy(struct kv *kv)
   mem_free(kv->slots);
   mem_free(kv->slot_stack);
   mem_free(kv->tables);
+  mem_free(kv->worth);
   mem_free(kv->host_next);
   mem_free(kv);
 }
@@ -142,6 +148,6 @@ void kv_counts(const struct kv *kv, struct kv_counts *out)
       .n_total = kv->options.n_pages, .n_free = kv->n_free, .n_cached = kv->n_cached,
       .n_referenced = kv->options.n_pages - kv->n_free - kv->n_cached,
       .n_host_total = kv->options.n_host_pages, .n_host_free = kv->n_host_free,
-      .query_tokens = kv->query_tokens, .hit_tokens = kv->hit_tokens, .n_evicted = kv->n_evicted,
+      .query_tokens = kv->query_tokens, .hit_tokens = kv->hit_tokens, .n_evicted = kv->n_evicted, .n_dropped = kv->n_dropped,
   };
 }

@@ -1,4 +1,4 @@
-/* Slots and block tables: open, attach a known prefix, reserve, commit, fork, close. */
+/* Slots and block tables: open, attach a known prefix, reserve, commit and drop, fork, close. */
 #include <assert.h>
 #include <string.h>
 
@@ -9,6 +9,7 @@ enum sits_status kv_open(struct kv *kv, struct kv_owner owner, int32_t *slot)
   if (kv->n_slots_free == 0) return SITS_AGAIN;
   int32_t s = kv->slot_stack[--kv->n_slots_free];
   kv->slots[s] = (struct kv_slot){.is_open = true, .owner = owner};
+  if (kv->worth) memset(kv_worth(kv, s), 0, (size_t)kv->options.max_pages * sizeof *kv->worth);
   *slot = s;
   return SITS_OK;
 }
@@ -88,6 +89,29 @@ enum sits_status kv_reserve(struct kv *kv, int32_t slot, int32_t n_tokens, struc
   return SITS_OK;
 }
 
+int32_t kv_held(const struct kv *kv, int32_t slot)
+{
+  return kv->slots[slot].n_pages - kv->slots[slot].n_dropped;
+}
+
+void kv_credit(struct kv *kv, int32_t slot, int32_t query_page, const _Atomic uint64_t *mass)
+{
+  kv_sparse_add(kv_worth(kv, slot), &kv->slots[slot].query_page, query_page, mass);
+}
+
+/* The next token will need a page: make room for it within the budget. */
+static void keep_budget(struct kv *kv, int32_t slot)
+{
+  struct kv_slot *s = &kv->slots[slot];
+  int32_t *table = kv_table(kv, slot), n_whole = s->n_tokens / KV_TOKENS;
+  if (kv->options.page_budget == 0 || s->n_tokens % KV_TOKENS != 0 || kv_held(kv, slot) < kv->options.page_budget) return;
+  int32_t at = kv_sparse_least(kv_worth(kv, slot), table, n_whole);
+  kv_page_unref(kv, table[at]);
+  table[at] = KV_DROPPED;
+  s->n_dropped++;
+  kv->n_dropped++;
+}
+
 void kv_commit(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
 {
   struct kv_slot *s = &kv->slots[slot];
@@ -108,6 +132,7 @@ void kv_commit(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
     }
   }
   while (s->n_pages > kv_pages_for(s->n_tokens)) kv_page_unref(kv, table[--s->n_pages]);
+  keep_budget(kv, slot);
 }
 
 enum sits_status kv_fork(struct kv *kv, int32_t slot, int32_t *out)
@@ -119,7 +144,9 @@ enum sits_status kv_fork(struct kv *kv, int32_t slot, int32_t *out)
   if (status != SITS_OK) return status;
   kv->slots[twin] = *from;
   memcpy(kv_table(kv, twin), kv_table(kv, slot), (size_t)from->n_pages * sizeof(int32_t));
-  for (int32_t i = 0; i < from->n_pages; i++) kv_page_ref(kv, kv_table(kv, twin)[i]);
+  for (int32_t i = 0; i < from->n_pages; i++)
+    if (kv_table(kv, twin)[i] != KV_DROPPED) kv_page_ref(kv, kv_table(kv, twin)[i]);
+  if (kv->worth) memcpy(kv_worth(kv, twin), kv_worth(kv, slot), (size_t)from->n_pages * sizeof *kv->worth);
   *out = twin;
   return SITS_OK;
 }
@@ -129,7 +156,10 @@ void kv_close(struct kv *kv, int32_t slot)
   struct kv_slot *s = &kv->slots[slot];
   assert(s->is_open);
   /* From the tail, so that a prefix outlives what was built on it. */
-  while (s->n_pages > 0) kv_page_unref(kv, kv_table(kv, slot)[--s->n_pages]);
+  while (s->n_pages > 0) {
+    int32_t page = kv_table(kv, slot)[--s->n_pages];
+    if (page != KV_DROPPED) kv_page_unref(kv, page);
+  }
   s->is_open = false;
   kv->slot_stack[kv->n_slots_free++] = slot;
 }

@@ -10,7 +10,7 @@ enum sits_status kv_swap_out(struct kv *kv, int32_t slot, struct kv_swapped *out
   /* Whole pages only: one that is being filled may be kept more exactly than its bytes say, and the answer must not depend on a swap.
    * The few tokens behind them are computed again. */
   int32_t n_pages = s->n_tokens / KV_TOKENS;
-  if (n_pages == 0 || n_pages > kv->n_host_free) return SITS_AGAIN;
+  if (n_pages == 0 || n_pages > kv->n_host_free || kv->options.page_budget > 0) return SITS_AGAIN;
   int32_t head = kv->host_free, last = head;
   for (int32_t i = 1; i < n_pages; i++) last = kv->host_next[last];
   kv->host_free = kv->host_next[last];

@@ -1,5 +1,6 @@
 """The official OpenAI client, unchanged, and vLLM's tokenizer routes; on the tiny model and on SmolLM2."""
 import json
+import re
 
 import pytest
 from conftest import SMOL
@@ -146,10 +147,27 @@ def test_return_token_ids(server):
     assert [i for c in chunks for choice in c["choices"] for i in choice.get("token_ids", [])] == answer["choices"][0]["token_ids"]
 
 
+STAGES = ("queue_ms", "prefill_ms", "decode_ms", "scheduling_ms", "delivery_ms")
+
+
 def test_timing_on_request(server):
-    timing = server.complete(max_tokens=4, return_timing=True)[1]["usage"]["timing"]
-    assert timing["total_us"] >= timing["time_to_first_token_us"] > 0 and timing["prefill_us"] > 0
+    """In the usage when asked for, whole and streamed; the stages add up; the log line and /metrics know them too."""
     assert "timing" not in server.complete(max_tokens=1)[1]["usage"]
+    status, answer = server.complete(max_tokens=1, return_timing="yes")
+    assert status == 400 and answer["error"]["param"] == "return_timing"
+    whole = server.complete(max_tokens=4, return_timing=True)[1]["usage"]["timing"]
+    _, payloads, _ = server.stream("/v1/completions", {"prompt": "Once", "max_tokens": 4, "return_timing": True,
+                                                 "stream_options": {"include_usage": True}})
+    for timing in (whole, json.loads(payloads[-2])["usage"]["timing"]):
+        assert timing["total_ms"] >= timing["time_to_first_token_ms"] > 0 and timing["prefill_ms"] > 0 and timing["preemptions"] == 0
+        assert all(timing[stage] >= 0 for stage in STAGES)
+        assert abs(sum(timing[stage] for stage in STAGES) - timing["total_ms"]) < 0.01
+    lines = [line for line in server.text().splitlines() if "route=/v1/completions" in line and "status=200" in line]
+    assert all(re.search(rf" {stage}=\d+\.\d", lines[-1]) for stage in STAGES), lines[-1]
+    metrics = server.get("/metrics")[2].decode()
+    for name in ("queue", "prefill", "decode", "scheduling", "delivery"):
+        count = re.search(rf"sits2026:request_{name}_time_seconds_count{{[^}}]*}} (\d+)", metrics)
+        assert count and int(count.group(1)) > 0, name
 
 
 def test_users_text_never_becomes_a_special_token(smol):

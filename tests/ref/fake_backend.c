@@ -68,6 +68,11 @@ int32_t fake_next(int32_t n_vocab, const int32_t *tokens, int32_t n)
   return at;
 }
 
+uint64_t fake_mass(int32_t token, int32_t position, int32_t page)
+{
+  return hash_mix(hash_mix((uint64_t)(uint32_t)token, (uint64_t)position), (uint64_t)page) % 1000;
+}
+
 static uint64_t page_bytes(const struct kv_geometry *geometry)
 {
   (void)geometry;
@@ -117,6 +122,23 @@ static int32_t *place(struct backend_kv *kv, const struct backend_batch *b, int3
   return kv->ids + (int64_t)page * KV_PAGE_TOKENS + position % KV_PAGE_TOKENS;
 }
 
+static bool is_dropped(const struct fake_rig *rig, const struct backend_batch *b, int32_t s, int32_t page)
+{
+  bool dropped = b->block_table[(int64_t)s * b->table_stride + page] == KV_NO_PAGE;
+  require(!dropped || (rig->geometry.codec == KV_FP4_SPARSE && page < b->positions[b->seq_start[s]] / KV_PAGE_TOKENS),
+          "a page is missing that may not");
+  return dropped;
+}
+
+static void give_mass(const struct fake_rig *rig, const struct backend_batch *b)
+{
+  for (int32_t s = 0; s < b->n_seqs && b->page_mass; s++)
+    for (int32_t t = b->seq_start[s]; t < b->seq_start[s + 1]; t++)
+      for (int32_t page = 0; page <= b->positions[t] / KV_PAGE_TOKENS; page++)
+        if (!is_dropped(rig, b, s, page))
+          atomic_fetch_add(&b->page_mass[(int64_t)b->mass_row[t] * b->table_stride + page], fake_mass(b->tokens[t], b->positions[t], page));
+}
+
 static void store_tokens(struct fake_rig *rig, struct backend_kv *kv, const struct backend_batch *b)
 {
   int32_t step = atomic_load(&rig->n_steps);
@@ -138,6 +160,7 @@ static void compute_rows(struct backend_program *program, struct backend_kv *kv,
     if (b->row_token[r] >= b->seq_start[s + 1]) continue;
     uint64_t h = 1;
     for (int32_t p = 0; p < b->kv_len[s]; p++) {
+      if (is_dropped(program->rig, b, s, p / KV_PAGE_TOKENS)) continue;
       h = fold(h, *place(kv, b, s, p));
       int32_t t = b->seq_start[s] + p - b->positions[b->seq_start[s]];
       if (r >= b->n_rows || b->row_token[r] != t) continue;
@@ -175,6 +198,7 @@ static enum sits_status submit(struct backend_program *program, struct backend_k
   require(!program->is_pending, "a batch is in flight");
   check_batch(rig, b);
   store_tokens(rig, kv, b);
+  give_mass(rig, b);
   compute_rows(program, kv, b);
   program->is_sampled = b->sample != NULL;
   program->has_logits = !program->is_sampled || b->wants_logits;

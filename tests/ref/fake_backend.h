@@ -1,6 +1,7 @@
 /* A backend without a model: pages hold token ids, and a row's logits are a hash of the whole context, read through the block table.
- * Any wrong table, slot, copy or swap gives another hash and so another token; every batch is checked for shape and for two sequences
- * writing one place. Delays and a device error can be injected. One engine thread calls, as with any backend; the knobs are atomic. */
+ * Pages that a sequence has dropped (codec KV_FP4_SPARSE) are no part of its context. Any wrong table, slot, copy or swap gives another
+ * hash and so another token; every batch is checked for shape and for two sequences writing one place. Delays and a
+ * device error can be injected. One engine thread calls, as with any backend; the knobs are atomic. */
 #ifndef SITS_TESTS_REF_FAKE_BACKEND_H
 #define SITS_TESTS_REF_FAKE_BACKEND_H
 
@@ -40,6 +41,8 @@ void fake_rig_fini(struct fake_rig *rig);
 
 /* The logits that follow tokens[0..n), computed from the array itself. */
 void fake_logits(int32_t n_vocab, const int32_t *tokens, int32_t n, float *logits);
+/* With page_mass in the batch: what the query of this token at this position gives to a page. */
+uint64_t fake_mass(int32_t token, int32_t position, int32_t page);
 /* The greedy token that follows. */
 int32_t fake_next(int32_t n_vocab, const int32_t *tokens, int32_t n);
 

@@ -35,11 +35,11 @@ void ref_kv_int8(double *x, int32_t n)
   for (int32_t i = 0; i < n; i++) x[i] = top > 0 ? nearbyint(x[i] * 127 / top) * top / 127 : 0;
 }
 
-void ref_kv_u4(double *x, int32_t n)
+void ref_kv_u4(double *x, int32_t n, double nudge)
 {
   double lo = x[0], hi = x[0], best[32] = {0}, best_error = INFINITY;
   for (int32_t i = 0; i < n; i++) lo = fmin(lo, x[i]), hi = fmax(hi, x[i]);
-  const int first = nearest_scale(fmax((hi - lo) / 15, fmax(fabs(lo), fabs(hi)) / 120));
+  const int first = nearest_scale((1 + nudge) * fmax((hi - lo) / 15, fmax(fabs(lo), fabs(hi)) / 120));
   for (int k = 0; k < 9; k++) {
     if (first + k / 3 > 255) break;
     const double s = scale_value(first + k / 3), z = s > 0 ? fmin(127, fmax(-128, nearbyint(-lo / s) + k % 3 - 1)) : 0;
@@ -54,13 +54,13 @@ void ref_kv_u4(double *x, int32_t n)
   memcpy(x, best, (size_t)n * sizeof *x);
 }
 
-void ref_kv_fp4(double *x, int32_t n)
+void ref_kv_fp4(double *x, int32_t n, double nudge)
 {
   static const double values[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   double top = 0, best[32] = {0}, best_error = INFINITY;
   for (int32_t i = 0; i < n; i++) top = fmax(top, fabs(x[i]));
   for (int k = 12; k >= 8; k--) {
-    const double s = scale_value(nearest_scale(top / (k * 0.5)));
+    const double s = scale_value(nearest_scale((1 + nudge) * top / (k * 0.5)));
     double tried[32], error = 0;
     for (int32_t i = 0; i < n; i++) {
       double nearest = 0;

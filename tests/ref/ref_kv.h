@@ -9,7 +9,9 @@
  * result is in the rotated basis. */
 void ref_kv_rotate(double *x, int32_t head_dim);
 void ref_kv_int8(double *x, int32_t n);                   /* symmetric, scale max/127 */
-void ref_kv_u4(double *x, int32_t n);                     /* n <= 32: asymmetric, the best of three scales and zero points */
-void ref_kv_fp4(double *x, int32_t n);                    /* n <= 16: e2m1, the best of five scales */
+/* nudge: 0, or a touch to either side, by which sizes are multiplied (1 + nudge) before their scale is looked up: a size that lies exactly
+ * between two scales may take either. */
+void ref_kv_u4(double *x, int32_t n, double nudge);       /* n <= 32: asymmetric, the best of three scales and zero points */
+void ref_kv_fp4(double *x, int32_t n, double nudge);      /* n <= 16: e2m1, the best of five scales */
 
 #endif

@@ -1,6 +1,7 @@
 /* See ref_program.h. */
 #include "ref_program.h"
 
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,6 +13,8 @@ struct ref_sequence {
   ref_store_fn store;
   int32_t n_tokens, max_tokens;
   double *k, *v;                    /* [L][max_tokens][G][D] */
+  double *given;                    /* [max_tokens] */
+  bool *is_hidden;                  /* [max_tokens] */
   double **buffers;                 /* [n_buffers][width] of the current token */
   double **gains, **biases;         /* [n_ops] expanded, NULL where none */
 };
@@ -37,7 +40,9 @@ struct ref_sequence *ref_sequence_create(const struct program *program, int32_t 
   struct ref_sequence *s = take(sizeof *s);
   const size_t n = (size_t)d->n_layers * (size_t)max_tokens * (size_t)(d->n_kv_heads * d->head_dim);
   *s = (struct ref_sequence){.program = program, .store = store, .max_tokens = max_tokens, .k = take(n * sizeof(double)),
-                             .v = take(n * sizeof(double)), .buffers = take((size_t)program->n_buffers * sizeof(double *)),
+                             .v = take(n * sizeof(double)), .given = take((size_t)max_tokens * sizeof(double)),
+                             .is_hidden = take((size_t)max_tokens * sizeof(bool)),
+                             .buffers = take((size_t)program->n_buffers * sizeof(double *)),
                              .gains = take((size_t)program->n_ops * sizeof(double *)),
                              .biases = take((size_t)program->n_ops * sizeof(double *))};
   for (int32_t i = 0; i < program->n_buffers; i++) s->buffers[i] = take((size_t)program->buffers[i].width * sizeof(double));
@@ -61,6 +66,8 @@ void ref_sequence_destroy(struct ref_sequence *s)
   mem_free(s->biases);
   mem_free(s->k);
   mem_free(s->v);
+  mem_free(s->given);
+  mem_free(s->is_hidden);
   mem_free(s);
 }
 
@@ -122,7 +129,8 @@ static void step_op(struct ref_sequence *s, int32_t index, int32_t token)
     store(s, s->v + layer + (size_t)position * (size_t)GD, in[1], true);
     break;
   case PROGRAM_ATTENTION:
-    ref_attention(in[0], s->k + layer, s->v + layer, position, d->n_heads, d->n_kv_heads, D, d->sliding_window, out[0]);
+    ref_attention(in[0], s->k + layer, s->v + layer, position, d->n_heads, d->n_kv_heads, D, d->sliding_window,
+                  s->is_hidden, s->given, out[0]);
     break;
   case PROGRAM_SWIGLU: ref_swiglu(in[0], in[1], width, out[0]); break;
   case PROGRAM_ADD:
@@ -133,6 +141,13 @@ static void step_op(struct ref_sequence *s, int32_t index, int32_t token)
   case PROGRAM_OP_KINDS: abort();
   }
 }
+
+void ref_sequence_hide(struct ref_sequence *s, int32_t first, int32_t n)
+{
+  for (int32_t i = first; i < first + n; i++) s->is_hidden[i] = true;
+}
+
+const double *ref_sequence_given(const struct ref_sequence *s) { return s->given; }
 
 void ref_program_step(struct ref_sequence *s, int32_t token, double *logits)
 {

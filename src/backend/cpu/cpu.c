@@ -82,10 +82,12 @@ static bool is_valid(const struct backend_program *p, const struct backend_kv *k
       if (b->positions[t] < 0 || b->positions[t] != b->positions[t0] + (t - t0) || b->tokens[t] < 0 || b->tokens[t] >= dims->n_vocab)
         return false;
     if (b->kv_len[s] != b->positions[t1 - 1] + 1) return false;
-    const int32_t n_pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
+    const int32_t n_pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS, first_written = b->positions[t0] / KV_PAGE_TOKENS;
     if (n_pages > b->table_stride) return false;
+    if (kv->codec->is_sparse && b->page_mass != NULL && b->kv_len[s] > p->max_chunks * CPU_CHUNK_TOKENS) return false;
     for (int32_t i = 0; i < n_pages; i++) {
       const int32_t page = b->block_table[(int64_t)s * b->table_stride + i];
+      if (page == KV_NO_PAGE && kv->codec->is_sparse && i < first_written) continue;
       if (page < 0 || page >= g->n_pages) return false;
     }
   }

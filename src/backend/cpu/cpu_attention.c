@@ -8,6 +8,10 @@
  * items are single chunks; their results wait in `partial`, and the worker that finishes a block's last chunk merges them in the same
  * ascending order.
  *
+ * Sparse codecs. Pages that a sequence has dropped (KV_NO_PAGE) are left out of their chunk, whose other pages move together. What each row
+ * gives to each page is kept chunk by chunk, weighed once the row's sum is known, rounded to whole units and added to the batch's
+ * page_mass; whole numbers, so the sums do not depend on order either.
+ *
  * Numerics. f32 throughout. A row's bits depend on its query and its context alone: lanes are tokens (scores) or channels (values), masked
  * tokens add exact zeros, and chunk borders and merge order are fixed. So a token gives the same output alone, inside a prompt, or
  * beside other sequences, and however the work was split. */
@@ -29,7 +33,11 @@ struct item {
   int32_t group, rows;               /* H/G; tokens of the block times group */
   int32_t first_position, n_tokens;  /* of the block; positions are consecutive */
   int32_t window;                    /* tokens seen; INT32_MAX when all */
+  _Atomic uint64_t *mass;            /* [table entries] of the rows' attention; NULL: not wanted */
 };
+
+/* The pages of a chunk that some row sees, ascending. Scores lie page after page: lane i * P + k is token k of page at[i]. */
+struct chunk { int32_t index, n_pages, n_lanes, at[CPU_CHUNK_PAGES]; };
 
 void cpu_attention_plan(struct backend_program *p)
 {
@@ -63,7 +71,9 @@ static struct item item_of(struct backend_program *p, const struct cpu_step *ste
                        .tile = p->batch.tile[block->t0],
                        .table = in->block_table + (int64_t)block->seq * in->table_stride, .rows = (block->t1 - block->t0) * group,
                        .first_position = in->positions[block->t0], .n_tokens = block->t1 - block->t0,
-                       .window = dims->sliding_window > 0 ? dims->sliding_window : INT32_MAX};
+                       .window = dims->sliding_window > 0 ? dims->sliding_window : INT32_MAX,
+                       .mass = p->batch.kv->codec->is_sparse && in->page_mass != NULL
+                                   ? in->page_mass + (int64_t)in->mass_row[block->t0] * in->table_stride : NULL};
 }
 
 /* Queries of the item, scaled (and rotated as the cached keys are): [rows][D]. */
@@ -95,35 +105,72 @@ static void score_page(const struct item *it, int32_t position, int32_t n, float
                     scores + n_folded, CPU_CHUNK_TOKENS);
 }
 
+static struct chunk chunk_of(const struct item *it, int32_t index)
+{
+  const int32_t P = KV_PAGE_TOKENS, end = it->first_position + it->n_tokens; /* behind the position of the last row */
+  const int32_t oldest = it->window == INT32_MAX ? 0 : most(0, it->first_position - it->window + 1); /* that the first row still sees */
+  struct chunk c = {.index = index};
+  for (int32_t page = index * CPU_CHUNK_PAGES; page < (index + 1) * CPU_CHUNK_PAGES && page * P < end; page++)
+    if ((page + 1) * P > oldest && it->table[page] != KV_NO_PAGE) c.at[c.n_pages++] = page;
+  if (c.n_pages > 0) c.n_lanes = (c.n_pages - 1) * P + least(P, end - c.at[c.n_pages - 1] * P);
+  return c;
+}
+
+/* The first lane at or behind a position. */
+static int32_t lane_at(const struct chunk *c, int32_t position)
+{
+  const int32_t page = position / KV_PAGE_TOKENS;
+  int32_t i = 0;
+  while (i < c->n_pages && c->at[i] < page) i++;
+  return i * KV_PAGE_TOKENS + (i < c->n_pages && c->at[i] == page ? position % KV_PAGE_TOKENS : 0);
+}
+
+/* Record of a row and chunk: [pages of the chunk, max]. */
+static float *page_sums_of(const struct item *it, int32_t r, int32_t chunk)
+{
+  return it->w->page_sums + ((int64_t)r * it->p->max_chunks + chunk) * CPU_CHUNK_RECORD;
+}
+
+/* What each row gave to each page of the chunk. A row that sees nothing of it leaves zeros. */
+static void keep_page_sums(const struct item *it, const struct chunk *c)
+{
+  struct cpu_worker *w = it->w;
+  for (int32_t r = 0; r < it->rows; r++) {
+    const float *scores = w->scores + (int64_t)r * CPU_CHUNK_TOKENS;
+    float *record = page_sums_of(it, r, c->index);
+    memset(record, 0, CPU_CHUNK_RECORD * sizeof *record);
+    if (w->sum[r] == 0) continue;
+    for (int32_t i = 0; i < c->n_pages; i++)
+      for (int32_t j = i * KV_PAGE_TOKENS, end = least(c->n_lanes, j + KV_PAGE_TOKENS); j < end; j++)
+        record[c->at[i] % CPU_CHUNK_PAGES] += scores[j];
+    record[CPU_CHUNK_PAGES] = w->max[r];
+  }
+}
+
 /* One chunk for all rows of the item: leaves acc, max, sum in the worker; sum 0 marks a row that sees nothing of the chunk. */
-static void attend_chunk(const struct item *it, int32_t chunk)
+static void attend_chunk(const struct item *it, int32_t index)
 {
   struct cpu_worker *w = it->w;
   const struct backend_kv *kv = it->kv;
   const int32_t P = KV_PAGE_TOKENS;
-  const int32_t start = chunk * CPU_CHUNK_TOKENS;
-  const int32_t last = it->first_position + it->n_tokens - 1;           /* position of the last row */
-  const int32_t n = least(last + 1 - start, CPU_CHUNK_TOKENS);          /* tokens of the chunk that any row may see */
-  const int32_t oldest = it->window == INT32_MAX ? 0 : it->first_position - it->window + 1; /* position that the first row still sees */
-  const int32_t skip = most(0, oldest - start) / P * P;                  /* whole pages that nobody sees */
-  const int32_t n_round = (n + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN;
+  const struct chunk c = chunk_of(it, index);
+  const int32_t n_round = (c.n_lanes + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN;
 
   memset(w->acc, 0, (size_t)it->rows * (size_t)kv->dv * sizeof *w->acc);
   for (int32_t r = 0; r < it->rows; r++) w->sum[r] = 0;
-  if (skip >= n) return;
-  for (int32_t j = skip; j < n; j += P) score_page(it, start + j, least(P, n - j), w->scores + j);
+  for (int32_t i = 0; i < c.n_pages; i++) score_page(it, c.at[i] * P, least(P, c.n_lanes - i * P), w->scores + i * P);
   for (int32_t r = 0; r < it->rows; r++) {
     const int32_t position = it->first_position + r / it->group;
-    const int32_t lo = it->window == INT32_MAX ? 0 : most(0, position - it->window + 1 - start), hi = least(n, position + 1 - start);
+    const int32_t lo = it->window == INT32_MAX ? 0 : lane_at(&c, most(0, position - it->window + 1));
+    const int32_t hi = least(c.n_lanes, lane_at(&c, position + 1));
     float *scores = w->scores + (int64_t)r * CPU_CHUNK_TOKENS;
     if (lo < hi) w->sum[r] = kv->ops->softmax(scores, n_round, lo, hi, &w->max[r]);
     else memset(scores, 0, (size_t)n_round * sizeof *scores);
   }
-  for (int32_t j = skip; j < n; j += P) {
-    const int32_t page = it->table[(start + j) / P];
-    kv->codec->attend_v(kv, cpu_kv_block(kv, page, it->layer, it->head), w->scores + j, CPU_CHUNK_TOKENS, it->rows, least(P, n - j),
-                        w->acc, w->expanded);
-  }
+  for (int32_t i = 0; i < c.n_pages; i++)
+    kv->codec->attend_v(kv, cpu_kv_block(kv, it->table[c.at[i]], it->layer, it->head), w->scores + i * P, CPU_CHUNK_TOKENS, it->rows,
+                        least(P, c.n_lanes - i * P), w->acc, w->expanded);
+  if (it->mass != NULL) keep_page_sums(it, &c);
 }
 
 /* Merge one chunk's result of a row into the running one (online softmax). */
@@ -149,6 +196,25 @@ static void merge(const struct item *it, int32_t r, const float *acc, float max,
 static void merge_begin(const struct item *it)
 {
   for (int32_t r = 0; r < it->rows; r++) it->w->total_sum[r] = 0;
+}
+
+/* Add up what the rows gave to each page, now that their sums are known. All chunks from c0 to c1 have been attended. */
+static void give_mass(const struct item *it, int32_t c0, int32_t c1)
+{
+  const struct cpu_worker *w = it->w;
+  if (it->mass == NULL) return;
+  for (int32_t c = c0; c < c1; c++) {
+    uint64_t units[CPU_CHUNK_PAGES] = {0};
+    for (int32_t r = 0; r < it->rows; r++) {
+      const float *record = page_sums_of(it, r, c);
+      if (w->total_sum[r] == 0) continue;
+      const float scale = KV_MASS_ONE * cpu_exp_negative(record[CPU_CHUNK_PAGES] - w->total_max[r]) / w->total_sum[r];
+      for (int32_t i = 0; i < CPU_CHUNK_PAGES; i++)
+        if (record[i] > 0) units[i] += (uint64_t)(record[i] * scale + 0.5f);
+    }
+    for (int32_t i = 0; i < CPU_CHUNK_PAGES; i++)
+      if (units[i] > 0) atomic_fetch_add_explicit(&it->mass[c * CPU_CHUNK_PAGES + i], units[i], memory_order_relaxed);
+  }
 }
 
 /* Divide by the sums and write the heads' outputs. */
@@ -187,13 +253,14 @@ static void whole_item(struct backend_program *p, const struct cpu_step *step, i
     attend_chunk(&it, chunk);
     for (int32_t r = 0; r < it.rows; r++) merge(&it, r, it.w->acc + (int64_t)r * it.kv->dv, it.w->max[r], it.w->sum[r]);
   }
+  give_mass(&it, first_chunk(&it), end_chunk(&it));
   write_outputs(&it, step, block);
 }
 
-/* Where row r of an item keeps its partial results, one record of Dv + 2 floats a chunk. */
+/* Where row r of an item keeps its partial results of a chunk: acc [Dv], max, sum, and the page sums of sparse codecs. */
 static float *partial_of(const struct backend_program *p, int32_t first_row, int32_t r, int32_t chunk, int32_t dv)
 {
-  return p->partial + ((int64_t)(first_row + r) * p->max_chunks + chunk) * (dv + 2);
+  return p->partial + ((int64_t)(first_row + r) * p->max_chunks + chunk) * (dv + 2 + CPU_CHUNK_RECORD);
 }
 
 /* One chunk of a block and head; the last one to finish merges. */
@@ -212,6 +279,7 @@ static void chunk_item(struct backend_program *p, const struct cpu_step *step, i
     memcpy(partial, it.w->acc + (int64_t)r * dv, (size_t)dv * sizeof *partial);
     partial[dv] = it.w->max[r];
     partial[dv + 1] = it.w->sum[r];
+    if (it.mass != NULL) memcpy(partial + dv + 2, page_sums_of(&it, r, chunk), CPU_CHUNK_RECORD * sizeof *partial);
   }
   if (atomic_fetch_add(&p->finished[index], 1) + 1 < c1 - c0) return;
   atomic_store(&p->finished[index], 0);
@@ -220,7 +288,9 @@ static void chunk_item(struct backend_program *p, const struct cpu_step *step, i
     for (int32_t r = 0; r < it.rows; r++) {
       const float *partial = partial_of(p, first_row, r, c, dv);
       merge(&it, r, partial, partial[dv], partial[dv + 1]);
+      if (it.mass != NULL) memcpy(page_sums_of(&it, r, c), partial + dv + 2, CPU_CHUNK_RECORD * sizeof *partial);
     }
+  give_mass(&it, c0, c1);
   write_outputs(&it, step, block);
 }
 

@@ -327,6 +327,7 @@ static void lay_out_worker(struct backend_program *p, struct layout *l, struct c
   w->sum = carve_floats(l, rows);
   w->total_max = carve_floats(l, rows);
   w->total_sum = carve_floats(l, rows);
+  w->page_sums = carve_floats(l, rows * (size_t)p->max_chunks * CPU_CHUNK_RECORD);
   w->expanded = carve_floats(l, CPU_KV_SCRATCH_FLOATS(dims->head_dim));
   carve(l, 128); /* neighbours' prefetchers */
 }
@@ -344,7 +345,7 @@ static void lay_out(struct backend_program *p, struct layout *l)
     p->buffers[b] = carve_floats(l, (program->buffers[b].is_rows ? R : T) * (size_t)program->buffers[b].width);
   for (int f = 0; f < CPU_ACT_FORMATS; f++) p->act[f] = carve(l, act[f]);
   p->normed = carve_floats(l, most * (size_t)widest);
-  p->partial = carve_floats(l, (size_t)p->split_rows * (size_t)p->max_chunks * (dv + 2));
+  p->partial = carve_floats(l, (size_t)p->split_rows * (size_t)p->max_chunks * (dv + 2 + CPU_CHUNK_RECORD));
   p->finished = carve(l, (size_t)p->split_rows * sizeof *p->finished);
   p->batch.blocks = carve(l, (T / (size_t)p->block_tokens + T / 32 + 2 * R + 1) * sizeof *p->batch.blocks);
   p->batch.page = carve(l, T * sizeof(int32_t));

@@ -14,6 +14,7 @@ const struct cpu_kv_codec *cpu_kv_codec_for(enum kv_codec codec)
   case KV_INT8: return &cpu_kv_int8;
   case KV_INT4: return &cpu_kv_int4;
   case KV_FP4: return &cpu_kv_fp4;
+  case KV_FP4_SPARSE: return &cpu_kv_fp4_sparse;
   default: return NULL;
   }
 }

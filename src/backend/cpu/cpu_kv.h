@@ -8,7 +8,7 @@
  *   f32     32     the same in f32, to measure the others against
  *   int8     8.5   K [D][P], V [P][Dv], rotated, a scale per token
  *   int4     4.5   K per channel over 32 tokens, V per token over 32 channels and rotated, scales and zero points
- *   fp4      4.6   e2m1 in groups of 16 channels, rotated, the page's mean key taken out
+ *   fp4      4.6   e2m1 in groups of 16 channels, rotated, the page's mean key taken out; fp4-sparse: the same, and pages may be missing
  * Dv is D rounded up to CPU_KV_PAD.
  *
  * Rules: 1. Appends to one block come from one thread at a time, in ascending slots; K and V may be appended by different threads.
@@ -42,6 +42,7 @@ struct cpu_kv_codec {
   enum kv_codec codec;
   bool rotates_k;                    /* queries and keys are Hadamard-rotated per head before use */
   bool rotates_v;                    /* values are, and outputs are rotated back */
+  bool is_sparse;                    /* block tables may name KV_NO_PAGE, and page_mass is measured */
   int32_t open_tokens;               /* group of tokens whose keys are quantised together (cpu_kv_open.h); 0 = each on its own */
   size_t (*block_bytes)(int32_t head_dim);
   /* Store one token's key, or value, of one head. k, v: [D] f32, rotated by the caller. open: the group's tile, NULL without groups. */
@@ -58,7 +59,7 @@ struct cpu_kv_codec {
   void (*unfold)(const struct backend_kv *kv, const void *block, int32_t group, uint16_t *open);
 };
 
-extern const struct cpu_kv_codec cpu_kv_f16, cpu_kv_f32, cpu_kv_int8, cpu_kv_int4, cpu_kv_fp4;
+extern const struct cpu_kv_codec cpu_kv_f16, cpu_kv_f32, cpu_kv_int8, cpu_kv_int4, cpu_kv_fp4, cpu_kv_fp4_sparse;
 
 const struct cpu_kv_codec *cpu_kv_codec_for(enum kv_codec codec); /* NULL: not supported */
 

@@ -1,6 +1,6 @@
 /* KV codec fp4 (e2m1 with block scales), 4.6 bits a number. Keys: rotated per head, the page's mean key removed per channel and kept in
  * f16, the rest in groups of 16 channels of a token; a query reads its own page in f16 (cpu_kv_open.h). Values: rotated, groups of 16
- * channels. Entry point: cpu_kv_fp4.
+ * channels. Entry points: cpu_kv_fp4, and cpu_kv_fp4_sparse, the same bytes for sequences that may lose pages.
  *
  * Block: K nibbles [D][P/2], V nibbles [P][n][8] with n = Dv / 16 groups, means of K [D] f16, scales of K [n][P], scales of V [P][n]. */
 #include "backend/cpu/cpu_kv.h"
@@ -43,9 +43,9 @@ static void fold(const struct backend_kv *kv, void *block, int32_t group, const 
     float x[GROUP][P], mean[GROUP];
     uint8_t codes[P][GROUP];
     for (int32_t i = 0; i < length; i++) {
-      float sum = 0;
-      for (int32_t j = 0; j < n; j++) sum += x[i][j] = half_to_float(open[(d0 + i) * P + j]);
-      view.means[d0 + i] = float_to_half(sum / (float)n);
+      double sum = 0; /* of f16 numbers: exact, so that the mean depends on no order */
+      for (int32_t j = 0; j < n; j++) sum += (double)(x[i][j] = half_to_float(open[(d0 + i) * P + j]));
+      view.means[d0 + i] = float_to_half((float)(sum / n));
       mean[i] = half_to_float(view.means[d0 + i]);
     }
     for (int32_t j = 0; j < P; j++) {
@@ -110,6 +110,9 @@ static void attend_v(const struct backend_kv *kv, const void *block, const float
   kv->ops->pv_f32(p, ldp, rows, scratch, kv->dv, n, acc);
 }
 
-const struct cpu_kv_codec cpu_kv_fp4 = {
-    .codec = KV_FP4, .rotates_k = true, .rotates_v = true, .open_tokens = P, .block_bytes = block_bytes, .append_k = append_k,
-    .append_v = append_v, .attend_k = attend_k, .attend_v = attend_v, .fold = fold, .unfold = unfold};
+#define FP4_FORMAT                                                                                                                 \
+  .rotates_k = true, .rotates_v = true, .open_tokens = P, .block_bytes = block_bytes, .append_k = append_k, .append_v = append_v,     \
+  .attend_k = attend_k, .attend_v = attend_v, .fold = fold, .unfold = unfold
+
+const struct cpu_kv_codec cpu_kv_fp4 = {.codec = KV_FP4, FP4_FORMAT};
+const struct cpu_kv_codec cpu_kv_fp4_sparse = {.codec = KV_FP4_SPARSE, .is_sparse = true, FP4_FORMAT};

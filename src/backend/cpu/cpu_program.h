@@ -35,6 +35,7 @@
 #define CPU_BYTES_PER_ITEM (64 << 10) /* of packed weight in one item of a LINEAR, about: a few microseconds of reading */
 #define CPU_CHUNK_PAGES 4            /* pages of one attention chunk; a row's partial results are merged chunk by chunk, always */
 #define CPU_CHUNK_TOKENS (CPU_CHUNK_PAGES * KV_PAGE_TOKENS)
+#define CPU_CHUNK_RECORD (CPU_CHUNK_PAGES + 1)
 #define CPU_ATTENTION_ROWS 48        /* target rows (tokens of a block times H/G) that read a page together */
 
 struct backend {
@@ -87,6 +88,8 @@ struct cpu_worker {                  /* own cache lines */
   float *scores;                     /* [rows][CPU_CHUNK_TOKENS] */
   float *acc, *total;                /* [rows][Dv] of this chunk; over the chunks so far */
   float *max, *sum, *total_max, *total_sum; /* [rows] */
+  float *page_sums;                  /* [rows][max_chunks][CPU_CHUNK_RECORD] of sparse codecs: what a row gave to each page of a chunk,
+                                        and the chunk's max; in units of exp(score - max) */
   float *expanded;                   /* CPU_KV_SCRATCH_FLOATS */
 };
 
@@ -139,7 +142,7 @@ struct backend_program {
   /* attention */
   int32_t block_tokens;              /* tokens of a full block */
   int32_t split_rows, max_chunks;    /* room for partial results */
-  float *partial;                    /* [split_rows][max_chunks][Dv + 2]: acc, max, sum [shared] */
+  float *partial;                    /* [split_rows][max_chunks][Dv + 2 + CPU_CHUNK_RECORD]: acc, max, sum, page sums [shared] */
   _Atomic int32_t *finished;         /* [split_rows] chunks done of a block and head; 0 between runs */
   struct cpu_batch batch;
   int64_t compute_us;                /* of the last run */

@@ -290,8 +290,8 @@ static void merge_timing(struct api_call *call, struct api_part *part)
 {
   struct sits_request_timing t, *all = &call->usage.timing;
   sits_request_timing(part->request, &t);
-  if (!t.done_us) t.done_us = clock_monotonic_us(); /* released early: a stop string matched */
-  if (t.first_token_us && !t.decode_us) t.decode_us = t.done_us - t.first_token_us;
+  /* Released early, when a stop string matched: it ends now. */
+  if (!t.done_us) t.done_us = t.submitted_us + t.queue_us + t.prefill_us + t.decode_us + t.scheduling_us;
 #define EARLIEST(f) if (t.f && (!all->f || t.f < all->f)) all->f = t.f
 #define LONGEST(f) if (t.f > all->f) all->f = t.f
   EARLIEST(submitted_us);
@@ -331,6 +331,7 @@ static void finish_call(struct api_call *call, enum sits_status status, const ch
   else api->calls = call->next;
   if (call->next) call->next->previous = call->previous;
   pthread_mutex_unlock(&api->mutex);
+  if (call->usage.timing.done_us) call->usage.delivered_us = clock_monotonic_us();
   struct api_result result = {.status = status, .text = text ? text : sits_status_info(status)->text, .usage = call->usage};
   access_end_call(call->request->grant, call->usage.n_prompt_tokens, call->usage.n_output_tokens, true);
   call->sink->done(call->context, &result);

@@ -49,6 +49,7 @@ struct api_usage {
   int32_t n_stopped, n_cut;                   /* choices that ended with "stop", with "length" */
   int32_t n_longest_tokens;                   /* of the choice with the most output tokens */
   struct sits_request_timing timing;          /* over all parts: earliest start, latest end, longest durations */
+  int64_t delivered_us;                       /* monotonic: when all was handed to the transport; 0 when it never came to the engine */
 };
 
 struct api_result {

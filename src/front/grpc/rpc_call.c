@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "front/api/api_timing.h"
 #include "front/grpc/rpc_internal.h"
 
 static void on_new(struct rpc *rpc, bool ok);
@@ -443,16 +444,21 @@ static void on_new(struct rpc *rpc, bool ok)
 }
 
 /* What the log line tells of a call, copied under its mutex and written without it: stderr may be slow. */
-struct outcome { int code; int64_t n_prompt_tokens, n_output_tokens; };
+struct outcome { int code; struct api_usage usage; };
 
 static void note_end(const struct rpc *rpc, const struct outcome *outcome)
 {
+  char timing[API_TIMING_LOG_BYTES];
   metrics_grpc_end(rpc->server->metrics, rpc->method ? (int)(rpc->method - rpc_methods) : rpc_n_methods, outcome->code);
-  double ms = (double)(clock_monotonic_us() - rpc->started_us) / 1000;
+  const int64_t now_us = clock_monotonic_us();
+  double ms = (double)(now_us - rpc->started_us) / 1000;
   const char *path = rpc->method ? rpc->method->path : "?";
+  api_timing_log(&outcome->usage, now_us, timing);
+  if (outcome->usage.timing.done_us) metrics_request_delivery(rpc->server->metrics, now_us - outcome->usage.timing.done_us);
   if (rpc->method && rpc->method->kind)
-    log_info("grpc", "id=%s method=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s", rpc->id, path, outcome->code, ms,
-             (long long)outcome->n_prompt_tokens, (long long)outcome->n_output_tokens, rpc->is_cancelled ? " client_left=1" : "");
+    log_info("grpc", "id=%s method=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s%s", rpc->id, path, outcome->code, ms,
+             (long long)outcome->usage.n_prompt_tokens, (long long)outcome->usage.n_output_tokens, timing,
+             rpc->is_cancelled ? " client_left=1" : "");
   else log_debug("grpc", "id=%s method=%s status=%d ms=%.1f", rpc->id, path, outcome->code, ms);
 }
 
@@ -464,7 +470,7 @@ static void on_close(struct rpc *rpc, bool ok)
   drop_messages_locked(rpc);
   struct api_call *call = rpc->api_call;
   bool left = rpc->is_cancelled && !rpc->has_sent_status && rpc->method && rpc->method->kind;
-  struct outcome outcome = {sent_code(rpc), rpc->n_prompt_tokens, rpc->n_output_tokens};
+  struct outcome outcome = {sent_code(rpc), rpc->usage};
   pthread_mutex_unlock(&rpc->mutex);
   note_end(rpc, &outcome);
   if (left) metrics_add(rpc->server->metrics, METRICS_DISCONNECTS, 1);

@@ -41,8 +41,7 @@ static void sink_done(void *context, const struct api_result *result)
   struct rpc *rpc = context;
   enum sits_status status = result->status;
   pthread_mutex_lock(&rpc->mutex);
-  rpc->n_prompt_tokens = result->usage.n_prompt_tokens;
-  rpc->n_output_tokens = result->usage.n_output_tokens;
+  rpc->usage = result->usage;
   const ProtobufCMessage *message = status ? NULL : rpc_reply_done(&rpc->reply, result);
   if (!status && (!message || !rpc_send_locked(rpc, message, 0))) status = SITS_NOMEM;
   rpc_end_locked(rpc, status, status == result->status ? result->text : NULL, NULL);

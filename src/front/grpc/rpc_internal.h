@@ -85,7 +85,7 @@ struct rpc {
   struct api_call *api_call;           /* [mutex] one reference; NULL until created */
   struct rpc_reply reply;              /* [mutex] */
   bool has_reply;                      /* [mutex] */
-  int64_t n_prompt_tokens, n_output_tokens; /* [mutex] for the log line */
+  struct api_usage usage;           /* [mutex] for the log line */
   grpc_byte_buffer *received;          /* [queue] reflection */
   bool is_watching;                    /* [mutex] health */
   int shown_health;                    /* [mutex] the last status a watcher was told */

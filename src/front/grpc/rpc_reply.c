@@ -1,4 +1,5 @@
 /* See rpc_reply.h. */
+#include "front/api/api_timing.h"
 #include "front/grpc/rpc_reply.h"
 
 #include <stdio.h>
@@ -29,7 +30,8 @@ enum sits_status rpc_reply_init(struct rpc_reply *reply, const struct api_reques
                                 const char *model, const char *id, int64_t created, int32_t n_choices)
 {
   *reply = (struct rpc_reply){.tokenizer = tokenizer, .kind = request->kind, .is_stream = request->stream,
-                              .wants_token_ids = request->return_token_ids, .logprobs = api_request_logprobs(request), .created = created};
+                              .wants_token_ids = request->return_token_ids, .wants_timing = request->return_timing,
+                              .logprobs = api_request_logprobs(request), .created = created};
   snprintf(reply->id, sizeof reply->id, "%s-%s", request->kind == API_CHAT ? "chatcmpl" : "cmpl", id);
   arena_init(&reply->arena, 2 * (size_t)MAX_ANSWER_BYTES);
   buf_init(&reply->scratch, 1u << 20);
@@ -345,23 +347,25 @@ const ProtobufCMessage *rpc_reply_delta(struct rpc_reply *reply, const struct ap
   return NULL;
 }
 
-static void fill_usage(const struct api_usage *usage, Sits2026__V1__Usage *out, Sits2026__V1__Timing *timing)
+static void fill_usage(const struct api_usage *usage, bool with_timing, Sits2026__V1__Usage *out, Sits2026__V1__Timing *timing)
 {
-  const struct sits_request_timing *t = &usage->timing;
+  const struct api_timing t = api_timing_of(usage, usage->delivered_us);
   sits2026__v1__usage__init(out);
-  sits2026__v1__timing__init(timing);
 #define SET(to, field, value) (to->has_##field = true, to->field = (value))
   SET(out, prompt_tokens, usage->n_prompt_tokens);
   SET(out, completion_tokens, usage->n_output_tokens);
   SET(out, total_tokens, usage->n_prompt_tokens + usage->n_output_tokens);
   SET(out, cached_tokens, usage->n_cached_tokens);
-  SET(timing, queue_us, t->queue_us);
-  SET(timing, prefill_us, t->prefill_us);
-  SET(timing, decode_us, t->decode_us);
-  SET(timing, scheduling_us, t->scheduling_us);
-  SET(timing, time_to_first_token_us, t->first_token_us ? t->first_token_us - t->submitted_us : 0);
-  SET(timing, total_us, t->done_us - t->submitted_us);
-  SET(timing, preemptions, t->n_preemptions);
+  if (!with_timing) return;
+  sits2026__v1__timing__init(timing);
+  SET(timing, queue_ms, t.queue_ms);
+  SET(timing, prefill_ms, t.prefill_ms);
+  SET(timing, decode_ms, t.decode_ms);
+  SET(timing, scheduling_ms, t.scheduling_ms);
+  SET(timing, delivery_ms, t.delivery_ms);
+  SET(timing, time_to_first_token_ms, t.time_to_first_token_ms);
+  SET(timing, total_ms, t.total_ms);
+  SET(timing, preemptions, t.n_preemptions);
 #undef SET
   out->timing = timing;
 }
@@ -374,7 +378,7 @@ const ProtobufCMessage *rpc_reply_done(struct rpc_reply *reply, const struct api
   Sits2026__V1__Timing *timing = arena_alloc(&reply->arena, sizeof *timing);
   choice_message *choices = arena_alloc(&reply->arena, (n + 1) * sizeof *choices);
   if (!usage || !timing || !choices) return fail(reply);
-  fill_usage(&result->usage, usage, timing);
+  fill_usage(&result->usage, reply->wants_timing, usage, timing);
   for (size_t i = 0; i < n; i++)
     if (!fill_whole(reply, (int32_t)i, &choices[i])) return fail(reply);
   const ProtobufCMessage *message = make_response(reply, choices, n, true, usage);

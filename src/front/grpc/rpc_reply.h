@@ -15,7 +15,7 @@ struct rpc_reply {
   const struct tokenizer *tokenizer;   /* borrowed */
   const struct api_call *call;         /* borrowed; set before the first delta */
   enum api_kind kind;
-  bool is_stream, wants_token_ids;
+  bool is_stream, wants_token_ids, wants_timing;
   int32_t logprobs;                    /* -1: none */
   char id[80];
   char *model;                         /* the name shown, owned */

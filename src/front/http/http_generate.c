@@ -124,8 +124,7 @@ static void sink_done(void *context, const struct api_result *result)
   struct buf whole;
   buf_init(&whole, MAX_WHOLE_BYTES);
   pthread_mutex_lock(&request->mutex);
-  request->n_prompt_tokens = result->usage.n_prompt_tokens;
-  request->n_output_tokens = result->usage.n_output_tokens;
+  request->usage = result->usage;
   bool is_stream = request->is_stream;
   if (is_stream) {
     request->outcome = result->status;

@@ -76,7 +76,7 @@ struct http_request {
   bool is_stalled;                    /* [mutex] the api was told that out is full */
   int64_t oldest_us;                  /* [mutex] when the engine handed over the oldest unsent token, 0 none */
   int64_t last_write_us;              /* [mutex] of bytes taken by the writer */
-  int64_t n_prompt_tokens, n_output_tokens; /* [mutex] for the log line */
+  struct api_usage usage;           /* [mutex] for the log line */
 
   struct http_request *next, *previous; /* [mutex server.mutex] all requests */
   struct http_request *hash_next;       /* [mutex server.mutex] watched ones, by number */

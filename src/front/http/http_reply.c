@@ -1,4 +1,5 @@
 /* See http_reply.h. Log probabilities are in http_logprobs.c. */
+#include "front/api/api_timing.h"
 #include "front/http/http_reply.h"
 
 #include <stdio.h>
@@ -116,12 +117,11 @@ static void append_usage(const struct api_usage *usage, bool with_timing, struct
              (long long)usage->n_prompt_tokens, (long long)usage->n_output_tokens,
              (long long)(usage->n_prompt_tokens + usage->n_output_tokens), (long long)usage->n_cached_tokens);
   if (with_timing) {
-    const struct sits_request_timing *t = &usage->timing;
-    buf_printf(out, ",\"timing\":{\"queue_us\":%lld,\"prefill_us\":%lld,\"decode_us\":%lld,\"scheduling_us\":%lld,"
-               "\"time_to_first_token_us\":%lld,\"total_us\":%lld,\"preemptions\":%d}",
-               (long long)t->queue_us, (long long)t->prefill_us, (long long)t->decode_us, (long long)t->scheduling_us,
-               (long long)(t->first_token_us ? t->first_token_us - t->submitted_us : 0), (long long)(t->done_us - t->submitted_us),
-               t->n_preemptions);
+    const struct api_timing t = api_timing_of(usage, usage->delivered_us);
+    buf_printf(out, ",\"timing\":{\"queue_ms\":%.3f,\"prefill_ms\":%.3f,\"decode_ms\":%.3f,\"scheduling_ms\":%.3f,\"delivery_ms\":%.3f,"
+               "\"time_to_first_token_ms\":%.3f,\"total_ms\":%.3f,\"preemptions\":%d}",
+               t.queue_ms, t.prefill_ms, t.decode_ms, t.scheduling_ms, t.delivery_ms, t.time_to_first_token_ms, t.total_ms,
+               t.n_preemptions);
   }
   buf_append_char(out, '}');
 }

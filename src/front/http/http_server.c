@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "front/api/api_timing.h"
 #include "front/http/http_internal.h"
 #include "front/net/net_listen.h"
 
@@ -231,16 +232,21 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
 }
 
 /* What the log line tells of a request, copied under its mutex and written without it: stderr may be slow. */
-struct outcome { int status; bool is_gone; int64_t n_prompt_tokens, n_output_tokens; };
+struct outcome { int status; bool is_gone; struct api_usage usage; };
 
-static void log_request(const struct http_request *request, const struct outcome *outcome)
+static void note_end(const struct http_request *request, const struct outcome *outcome)
 {
-  double ms = (double)(clock_monotonic_us() - request->started_us) / 1000;
+  const struct api_usage *usage = &outcome->usage;
+  int64_t now_us = clock_monotonic_us();
+  double ms = (double)(now_us - request->started_us) / 1000;
+  char timing[API_TIMING_LOG_BYTES];
   const char *path = request->route >= 0 ? http_routes[request->route].path : "?";
   bool is_call = request->route >= 0 && http_routes[request->route].is_post;
+  api_timing_log(usage, now_us, timing);
+  if (usage->timing.done_us) metrics_request_delivery(request->server->metrics, now_us - usage->timing.done_us);
   if (is_call)
-    log_info("http", "id=%s route=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s", request->id, path, outcome->status, ms,
-             (long long)outcome->n_prompt_tokens, (long long)outcome->n_output_tokens, outcome->is_gone ? " client_left=1" : "");
+    log_info("http", "id=%s route=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s%s", request->id, path, outcome->status, ms,
+             (long long)usage->n_prompt_tokens, (long long)usage->n_output_tokens, timing, outcome->is_gone ? " client_left=1" : "");
   else log_debug("http", "id=%s route=%s status=%d ms=%.1f", request->id, path, outcome->status, ms);
 }
 
@@ -260,9 +266,9 @@ static void on_completed(void *context, struct MHD_Connection *connection, void 
   struct api_call *call = request->call;
   struct MHD_Response *response = request->response; /* a stream's response holds the request: let it go here, not in the destructor */
   request->response = NULL;
-  struct outcome outcome = {request->status, request->is_gone, request->n_prompt_tokens, request->n_output_tokens};
+  struct outcome outcome = {request->status, request->is_gone, request->usage};
   pthread_mutex_unlock(&request->mutex);
-  log_request(request, &outcome);
+  note_end(request, &outcome);
   metrics_http(server->metrics, request->route < 0 ? http_n_routes : request->route, outcome.status);
   if (response) MHD_destroy_response(response);
   if (call) api_call_cancel(call, SITS_CANCELLED); /* does nothing when it is done */

@@ -21,6 +21,11 @@ static const int64_t delivery_bounds_us[] = {50,    100,   250,   500,   1000,  
                                              10000, 15000, 20000, 30000, 50000, 100000, 500000, 1000000};
 #define N_DELIVERY (sizeof delivery_bounds_us / sizeof *delivery_bounds_us)
 
+struct delivery {
+  _Atomic int64_t counts[N_DELIVERY + 1];              /* not cumulative; the last is +Inf */
+  _Atomic int64_t sum_us;
+};
+
 struct counter_row { const char *name, *label, *help; }; /* rows of one name stand together, help on the first */
 
 static const struct counter_row counter_rows[METRICS_COUNTER_COUNT] = {
@@ -38,8 +43,7 @@ static const struct counter_row counter_rows[METRICS_COUNTER_COUNT] = {
 
 struct metrics {
   _Atomic int64_t counters[METRICS_COUNTER_COUNT];     /* [atomic] */
-  _Atomic int64_t delivery[N_DELIVERY + 1];            /* [atomic] not cumulative; the last is +Inf */
-  _Atomic int64_t delivery_sum_us;                     /* [atomic] */
+  struct delivery token_delivery, request_delivery;    /* [atomic] */
   _Atomic int64_t http[MAX_ROUTES][N_STATUS_CLASSES];  /* [atomic] */
   const char *const *routes;                           /* [init] [n_routes] */
   int n_routes;                                        /* [init] */
@@ -136,13 +140,16 @@ int64_t metrics_counter_value(const struct metrics *metrics, enum metrics_counte
   return atomic_load_explicit(&metrics->counters[counter], memory_order_relaxed);
 }
 
-void metrics_delivery(struct metrics *metrics, int64_t latency_us)
+static void observe_delivery(struct delivery *delivery, int64_t latency_us)
 {
   size_t i = 0;
   while (i < N_DELIVERY && latency_us > delivery_bounds_us[i]) i++;
-  atomic_fetch_add_explicit(&metrics->delivery[i], 1, memory_order_relaxed);
-  atomic_fetch_add_explicit(&metrics->delivery_sum_us, latency_us > 0 ? latency_us : 0, memory_order_relaxed);
+  atomic_fetch_add_explicit(&delivery->counts[i], 1, memory_order_relaxed);
+  atomic_fetch_add_explicit(&delivery->sum_us, latency_us > 0 ? latency_us : 0, memory_order_relaxed);
 }
+
+void metrics_delivery(struct metrics *metrics, int64_t latency_us) { observe_delivery(&metrics->token_delivery, latency_us); }
+void metrics_request_delivery(struct metrics *metrics, int64_t latency_us) { observe_delivery(&metrics->request_delivery, latency_us); }
 
 void metrics_http(struct metrics *metrics, int route, int http_status)
 {
@@ -228,6 +235,7 @@ static void render_counters(const struct metrics *m, const struct engine_stats *
   counter(m, out, "num_preemptions_total", "Preemptions.", e->n_preemptions);
   counter(m, out, "num_preemptions_swapped_total", "Preemptions that kept their pages in host memory.", e->n_preemptions_swapped);
   counter(m, out, "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", e->prefix_query_tokens);
+  counter(m, out, "kv_pages_dropped_total", "KV pages that sequences gave up to keep to kv-page-budget.", e->n_pages_dropped);
   counter(m, out, "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", e->prefix_hit_tokens);
   counter(m, out, "spec_decode_num_drafts_total", "Drafts verified.", e->spec_drafts);
   counter(m, out, "spec_decode_num_draft_tokens_total", "Draft tokens verified.", e->spec_draft_tokens);
@@ -264,6 +272,8 @@ static void render_engine(const struct metrics *m, const struct metrics_now *now
   histogram(m, out, "request_queue_time_seconds", "Waiting to be scheduled.", &e->queue_seconds);
   histogram(m, out, "request_prefill_time_seconds", "From first scheduled to the first token.", &e->prefill_seconds);
   histogram(m, out, "request_decode_time_seconds", "From the first token to the end.", &e->decode_seconds);
+  histogram(m, out, "request_scheduling_time_seconds", "From first scheduled to the end, but for steps that worked on the request.",
+            &e->scheduling_seconds);
   histogram(m, out, "request_inference_time_seconds", "From first scheduled to the end.", &e->inference_seconds);
   histogram(m, out, "request_prompt_tokens", "Prompt length.", &e->prompt_tokens_hist);
   histogram(m, out, "request_generation_tokens", "Tokens generated.", &e->generation_tokens_hist);
@@ -272,20 +282,18 @@ static void render_engine(const struct metrics *m, const struct metrics_now *now
   histogram(m, out, "iteration_tokens_total", "Tokens in a step.", &e->iteration_tokens_hist);
 }
 
-static void render_delivery(const struct metrics *m, struct buf *out)
+static void render_delivery(const struct metrics *m, const struct delivery *d, const char *name, const char *help, struct buf *out)
 {
-  metrics_text_header(out, "delivery_latency_seconds", "histogram",
-                      "From the engine handing over a token to its bytes reaching the socket's writer.");
+  metrics_text_header(out, name, "histogram", help);
   int64_t total = 0;
   for (size_t i = 0; i <= N_DELIVERY; i++) {
-    total += atomic_load_explicit(&m->delivery[i], memory_order_relaxed);
+    total += atomic_load_explicit(&d->counts[i], memory_order_relaxed);
     if (i < N_DELIVERY)
-      buf_printf(out, "sits2026:delivery_latency_seconds_bucket{%s,le=\"%g\"} %lld\n", m->label, (double)delivery_bounds_us[i] / 1e6,
-                 (long long)total);
+      buf_printf(out, "sits2026:%s_bucket{%s,le=\"%g\"} %lld\n", name, m->label, (double)delivery_bounds_us[i] / 1e6, (long long)total);
   }
-  buf_printf(out, "sits2026:delivery_latency_seconds_bucket{%s,le=\"+Inf\"} %lld\n", m->label, (long long)total);
-  buf_printf(out, "sits2026:delivery_latency_seconds_sum{%s} %.6f\nsits2026:delivery_latency_seconds_count{%s} %lld\n", m->label,
-             (double)atomic_load_explicit(&m->delivery_sum_us, memory_order_relaxed) / 1e6, m->label, (long long)total);
+  buf_printf(out, "sits2026:%s_bucket{%s,le=\"+Inf\"} %lld\n", name, m->label, (long long)total);
+  buf_printf(out, "sits2026:%s_sum{%s} %.6f\nsits2026:%s_count{%s} %lld\n", name, m->label,
+             (double)atomic_load_explicit(&d->sum_us, memory_order_relaxed) / 1e6, name, m->label, (long long)total);
 }
 
 static void render_grpc(const struct metrics *m, struct buf *out)
@@ -316,7 +324,10 @@ void metrics_render(struct metrics *m, const struct metrics_now *now, struct buf
     if (row->help[0]) metrics_text_header(out, row->name, "counter", row->help);
     buf_printf(out, "sits2026:%s{%s%s} %lld\n", row->name, m->label, row->label, (long long)metrics_counter_value(m, i));
   }
-  render_delivery(m, out);
+  render_delivery(m, &m->token_delivery, "delivery_latency_seconds",
+                  "From the engine handing over a token to its bytes reaching the socket's writer.", out);
+  render_delivery(m, &m->request_delivery, "request_delivery_time_seconds", "From the engine's end of a request to the end of its answer.",
+                  out);
   metrics_requests_render(m->requests, m->label, out);
   metrics_gpu_render(m->gpu, m->label, out);
   render_grpc(m, out);

@@ -41,6 +41,8 @@ void metrics_add(struct metrics *metrics, enum metrics_counter counter, int64_t 
 int64_t metrics_counter_value(const struct metrics *metrics, enum metrics_counter counter);
 /* From the engine handing over a token to its bytes being handed to the socket's writer. */
 void metrics_delivery(struct metrics *metrics, int64_t latency_us);
+/* From the engine's end of a request to the end of its answer. */
+void metrics_request_delivery(struct metrics *metrics, int64_t latency_us);
 /* One answered HTTP request; route is an index into the route names. */
 void metrics_http(struct metrics *metrics, int route, int http_status);
 

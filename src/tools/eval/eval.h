@@ -1,8 +1,8 @@
 /* sits2026-eval: what a model computes, straight from a backend: perplexity, several recipes side by side, multiple choice, teacher-forced
  * logits, greedy continuations, token ids.
  *
- * A session owns an open runner with page memory for a few sequences, each in a fixed run of pages (no sharing, no pool), and turns
- * pieces of sequences into backend batches. One thread. */
+ * A session owns an open runner with page memory for a few sequences, the bookkeeping of those pages (kv/kv.h, without sharing), and
+ * turns pieces of sequences into backend batches. One thread. */
 #ifndef SITS_TOOLS_EVAL_H
 #define SITS_TOOLS_EVAL_H
 
@@ -12,13 +12,18 @@
 
 #include "base/buf.h"
 #include "engine/runner.h"
+#include "kv/kv.h"
 #include "text/tokenizer.h"
+
+struct eval_session;
 
 struct eval_options {
   const char *model, *models, *text, *ids, *prompts, *tasks, *out, *calibration;
   const char *device, *isa, *kv_cache_dtype;
-  int64_t threads, tensor_parallel_size, ctx, windows, skip_windows, batch_tokens, top, max_tokens, calibration_windows;
+  int64_t threads, tensor_parallel_size, ctx, windows, skip_windows, batch_tokens, top, max_tokens, calibration_windows, kv_page_budget;
   bool json, unfused, one_device, add_special, parse_special, ignore_eos;
+  /* NULL, or: told when a session is open, before its first step (for measurements that change the cache). */
+  enum sits_status (*on_open)(struct eval_session *session, struct sits_error *err);
 };
 
 struct eval_piece {                  /* tokens that one sequence goes on by in one step */
@@ -33,9 +38,13 @@ struct eval_session {
   struct tokenizer *tokenizer;
   int32_t n_slots, slot_pages;       /* sequences and pages of each */
   int32_t max_tokens, max_rows;      /* of a step */
-  int32_t *lengths;                  /* [n_slots] tokens in the cache */
+  struct kv *pages;                  /* who holds which page */
+  int32_t *kv_slots;                 /* [n_slots] of the bookkeeping */
   int32_t *tokens, *positions, *rows;       /* [max_tokens] [max_tokens] [max_rows] */
   int32_t *starts, *kv_lengths, *table;     /* [n_slots+1] [n_slots] [n_slots][slot_pages] */
+  int32_t page_budget;               /* pages that a sequence keeps (fp4-sparse), 0 = all */
+  int32_t *mass_row;                 /* [max_tokens] with a budget */
+  _Atomic uint64_t *page_mass;       /* [max_tokens/P + 2 n_slots][slot_pages] the same */
 };
 
 /* Opens model and tokenizer and reserves pages for n_slots sequences of max_length tokens. max_rows: most logit rows of a step. */
@@ -44,6 +53,8 @@ enum sits_status eval_session_open(struct eval_session *session, const struct ev
 void eval_session_close(struct eval_session *session); /* half-open is fine */
 void eval_session_reset(struct eval_session *session); /* forget all sequences */
 
+/* Most tokens that the slot's next piece may have: no limit but with a page budget. */
+int32_t eval_room(const struct eval_session *session, int32_t slot);
 /* Run one step; pieces of different slots, at most max_tokens tokens and max_rows rows in all. *logits: [rows][V], rows in the pieces'
  * order, valid until the next step. */
 enum sits_status eval_step(struct eval_session *session, const struct eval_piece *pieces, int32_t n_pieces, const float **logits,

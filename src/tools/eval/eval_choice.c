@@ -108,7 +108,7 @@ static enum sits_status score_ids(struct eval_session *s, const struct token_lis
   eval_session_reset(s);
   for (int64_t at = 0; at < ids->n - 1;) { /* the last id is only predicted */
     const int64_t left = ids->n - 1 - at;
-    const int32_t n = left < s->max_rows ? (int32_t)left : s->max_rows;
+    const int32_t rows = left < s->max_rows ? (int32_t)left : s->max_rows, n = rows < eval_room(s, 0) ? rows : eval_room(s, 0);
     const int64_t skip = first - 1 - at < 0 ? 0 : first - 1 - at < n ? first - 1 - at : n;
     const struct eval_piece piece = {.slot = 0, .tokens = ids->ids + at, .n_tokens = n, .first_row = (int32_t)skip};
     const float *logits;

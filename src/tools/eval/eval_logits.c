@@ -61,6 +61,7 @@ static enum sits_status force(struct eval_session *s, const struct eval_options 
   int32_t n_vocab = s->runner.model->config.n_vocab, n_top = (int32_t)options->top < n_vocab ? (int32_t)options->top : n_vocab;
   for (int64_t at = 0; at < ids->n;) {
     int32_t n = ids->n - at < s->max_rows ? (int32_t)(ids->n - at) : s->max_rows;
+    if (n > eval_room(s, 0)) n = eval_room(s, 0);
     const float *logits;
     struct eval_piece piece = {.slot = 0, .tokens = ids->ids + at, .n_tokens = n, .first_row = 0};
     enum sits_status status = eval_step(s, &piece, 1, &logits, err);
@@ -182,6 +183,7 @@ static enum sits_status read_all(struct eval_session *s, const struct eval_optio
       struct answer *a = &answers[i];
       int64_t left = a->prompt.n - a->n_fed;
       int32_t size = left < s->max_tokens ? (int32_t)left : s->max_tokens;
+      if (size > eval_room(s, i)) size = eval_room(s, i);
       bool is_last = size == left;
       const float *logits;
       struct eval_piece piece = {.slot = i, .tokens = a->prompt.ids + a->n_fed, .n_tokens = size, .first_row = is_last ? size - 1 : size};

@@ -1,5 +1,6 @@
 /* See eval.h: sessions, steps, and the arithmetic on logits that the commands share. */
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/mapfile.h"
@@ -10,21 +11,33 @@
 static enum sits_status reserve(struct eval_session *s, struct sits_error *err)
 {
   size_t tokens = (size_t)s->max_tokens * sizeof(int32_t), slots = (size_t)s->n_slots * sizeof(int32_t);
-  s->lengths = mem_calloc(1, slots);
+  const struct kv_options kv = {.n_pages = s->runner.geometry.n_pages, .n_slots = s->n_slots, .max_pages = s->slot_pages,
+                                .page_budget = s->page_budget};
+  enum sits_status status = kv_create(&kv, &s->pages);
+  if (status) return sits_fail(err, status, "out of memory for the pages' bookkeeping");
+  s->kv_slots = mem_calloc(1, slots);
+  if (s->page_budget > 0) {
+    s->mass_row = mem_alloc(tokens);
+    s->page_mass = mem_calloc((size_t)(s->max_tokens / KV_TOKENS + 2 * s->n_slots) * (size_t)s->slot_pages, sizeof *s->page_mass);
+    if (!s->mass_row || !s->page_mass) return sits_fail(err, SITS_NOMEM, "out of memory for the batch");
+  }
   s->tokens = mem_alloc(tokens);
   s->positions = mem_alloc(tokens);
   s->rows = mem_alloc((size_t)s->max_rows * sizeof(int32_t));
   s->starts = mem_alloc(slots + sizeof(int32_t));
   s->kv_lengths = mem_alloc(slots);
   s->table = mem_alloc(slots * (size_t)s->slot_pages);
-  if (s->lengths && s->tokens && s->positions && s->rows && s->starts && s->kv_lengths && s->table) return SITS_OK;
-  return sits_fail(err, SITS_NOMEM, "out of memory for the batch");
+  if (!s->kv_slots || !s->tokens || !s->positions || !s->rows || !s->starts || !s->kv_lengths || !s->table)
+    return sits_fail(err, SITS_NOMEM, "out of memory for the batch");
+  for (int32_t i = 0; i < s->n_slots && !status; i++) status = kv_open(s->pages, (struct kv_owner){0}, &s->kv_slots[i]);
+  return status;
 }
 
 enum sits_status eval_session_open(struct eval_session *s, const struct eval_options *options, int32_t n_slots, int32_t max_length,
                                    int32_t max_rows, struct sits_error *err)
 {
-  *s = (struct eval_session){.n_slots = n_slots, .slot_pages = (max_length + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS, .max_rows = max_rows};
+  *s = (struct eval_session){.n_slots = n_slots, .slot_pages = (max_length + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS, .max_rows = max_rows,
+                             .page_budget = (int32_t)options->kv_page_budget};
   s->max_tokens = (int32_t)options->batch_tokens;
   if (s->max_tokens < n_slots) s->max_tokens = n_slots;
   struct runner_options runner = {
@@ -38,8 +51,13 @@ enum sits_status eval_session_open(struct eval_session *s, const struct eval_opt
     status = sits_fail_param(err, SITS_CONTEXT_LENGTH, "ctx", "%d tokens are more than the model's context of %d", max_length,
                              s->runner.model->config.max_context);
   if (!status) status = tokenizer_load(s->runner.model->source, &s->tokenizer, err);
-  if (!status) status = runner_kv_create(&s->runner, n_slots * s->slot_pages, err);
+  if (!status && s->page_budget != 0 && (s->runner.codec != KV_FP4_SPARSE || s->page_budget < KV_LEAST_BUDGET))
+    status = sits_fail_param(err, SITS_INVALID_ARGUMENT, "kv-page-budget", "kv-page-budget is at least %d, and for fp4-sparse only",
+                             KV_LEAST_BUDGET);
+  int32_t held = s->page_budget > 0 && s->page_budget < s->slot_pages ? s->page_budget : s->slot_pages;
+  if (!status) status = runner_kv_create(&s->runner, n_slots * held, err);
   if (!status) status = reserve(s, err);
+  if (!status && options->on_open) status = options->on_open(s, err);
   if (status) eval_session_close(s);
   return status;
 }
@@ -48,7 +66,10 @@ void eval_session_close(struct eval_session *s)
 {
   if (s->tokenizer) tokenizer_destroy(s->tokenizer);
   runner_close(&s->runner);
-  mem_free(s->lengths);
+  kv_destroy(s->pages);
+  mem_free(s->kv_slots);
+  mem_free(s->mass_row);
+  mem_free((void *)s->page_mass);
   mem_free(s->tokens);
   mem_free(s->positions);
   mem_free(s->rows);
@@ -58,14 +79,29 @@ void eval_session_close(struct eval_session *s)
   *s = (struct eval_session){0};
 }
 
-void eval_session_reset(struct eval_session *s) { memset(s->lengths, 0, (size_t)s->n_slots * sizeof *s->lengths); }
+void eval_session_reset(struct eval_session *s)
+{
+  for (int32_t i = 0; i < s->n_slots; i++) {
+    kv_close(s->pages, s->kv_slots[i]);
+    if (kv_open(s->pages, (struct kv_owner){0}, &s->kv_slots[i]) != SITS_OK) abort(); /* as many as were closed */
+  }
+}
+
+static int32_t length_of(const struct eval_session *s, int32_t slot) { return kv_tokens(s->pages, s->kv_slots[slot]); }
+
+int32_t eval_room(const struct eval_session *s, int32_t slot)
+{
+  const int32_t n = length_of(s, slot);
+  return s->page_budget > 0 ? (int32_t)(kv_sparse_limit(s->page_budget, KV_TOKENS, n) - n) : INT32_MAX;
+}
 
 static enum sits_status check_piece(const struct eval_session *s, const struct eval_piece *piece, int32_t n_tokens, int32_t n_rows,
                                     struct sits_error *err)
 {
   int32_t n_vocab = s->runner.model->config.n_vocab;
   bool fits = n_tokens + piece->n_tokens <= s->max_tokens && n_rows + piece->n_tokens - piece->first_row <= s->max_rows &&
-              s->lengths[piece->slot] + piece->n_tokens <= s->slot_pages * KV_PAGE_TOKENS;
+              length_of(s, piece->slot) + piece->n_tokens <= s->slot_pages * KV_PAGE_TOKENS &&
+              piece->n_tokens <= eval_room(s, piece->slot);
   if (!fits) return sits_fail(err, SITS_INTERNAL, "a step is larger than its session");
   for (int32_t i = 0; i < piece->n_tokens; i++)
     if (piece->tokens[i] < 0 || piece->tokens[i] >= n_vocab)
@@ -73,32 +109,62 @@ static enum sits_status check_piece(const struct eval_session *s, const struct e
   return SITS_OK;
 }
 
+/* Pages for the piece, and its line of the block table. */
+static enum sits_status place_piece(struct eval_session *s, int32_t p, const struct eval_piece *piece, struct sits_error *err)
+{
+  struct kv_move move;
+  int32_t n_moves = 0;
+  const int32_t *pages, slot = s->kv_slots[piece->slot];
+  enum sits_status status = kv_reserve(s->pages, slot, kv_tokens(s->pages, slot) + piece->n_tokens, &move, &n_moves);
+  if (status) return sits_fail(err, SITS_INTERNAL, "a step has more pages than its session");
+  const int32_t n = kv_pages(s->pages, slot, &pages);
+  for (int32_t i = 0; i < s->slot_pages; i++) s->table[p * s->slot_pages + i] = i < n ? pages[i] : 0;
+  return SITS_OK;
+}
+
+/* The pieces' tokens are in the cache: credit pages with the attention that they got, commit. */
+static void commit_pieces(struct eval_session *s, const struct eval_piece *pieces, int32_t n_pieces)
+{
+  for (int32_t p = 0; p < n_pieces; p++) {
+    const int32_t slot = s->kv_slots[pieces[p].slot];
+    for (int32_t t = s->starts[p]; s->page_budget > 0 && t < s->starts[p + 1]; t++)
+      if (t == s->starts[p] || s->mass_row[t] != s->mass_row[t - 1])
+        kv_credit(s->pages, slot, s->positions[t] / KV_TOKENS, s->page_mass + (int64_t)s->mass_row[t] * s->slot_pages);
+    kv_commit(s->pages, slot, pieces[p].tokens, pieces[p].n_tokens);
+  }
+}
+
 enum sits_status eval_step(struct eval_session *s, const struct eval_piece *pieces, int32_t n_pieces, const float **logits,
                            struct sits_error *err)
 {
-  int32_t n_tokens = 0, n_rows = 0;
+  int32_t n_tokens = 0, n_rows = 0, n_mass_rows = 0;
   for (int32_t p = 0; p < n_pieces; p++) {
     const struct eval_piece *piece = &pieces[p];
+    const int32_t length = length_of(s, piece->slot);
     enum sits_status status = check_piece(s, piece, n_tokens, n_rows, err);
+    if (!status) status = place_piece(s, p, piece, err);
     if (status) return status;
     s->starts[p] = n_tokens;
     for (int32_t i = 0; i < piece->n_tokens; i++) {
       if (i >= piece->first_row) s->rows[n_rows++] = n_tokens;
+      if (i == 0 || (length + i) % KV_TOKENS == 0) n_mass_rows++;
+      if (s->page_budget > 0) s->mass_row[n_tokens] = n_mass_rows - 1;
       s->tokens[n_tokens] = piece->tokens[i];
-      s->positions[n_tokens++] = s->lengths[piece->slot] + i;
+      s->positions[n_tokens++] = length + i;
     }
-    s->kv_lengths[p] = s->lengths[piece->slot] + piece->n_tokens;
-    for (int32_t i = 0; i < s->slot_pages; i++) s->table[p * s->slot_pages + i] = piece->slot * s->slot_pages + i;
+    s->kv_lengths[p] = length + piece->n_tokens;
   }
   s->starts[n_pieces] = n_tokens;
+  if (s->page_budget > 0) memset((void *)s->page_mass, 0, (size_t)n_mass_rows * (size_t)s->slot_pages * sizeof *s->page_mass);
   const struct backend_batch batch = {
       .n_tokens = n_tokens, .n_seqs = n_pieces, .n_rows = n_rows, .tokens = s->tokens, .positions = s->positions, .seq_start = s->starts,
-      .kv_len = s->kv_lengths, .block_table = s->table, .table_stride = s->slot_pages, .row_token = s->rows};
+      .kv_len = s->kv_lengths, .block_table = s->table, .table_stride = s->slot_pages, .row_token = s->rows, .mass_row = s->mass_row,
+      .page_mass = s->page_mass};
   struct backend_result result = {0};
   enum sits_status status = s->runner.vtable->submit(s->runner.compiled, s->runner.kv, &batch);
   if (!status) status = s->runner.vtable->wait(s->runner.compiled, &result);
   if (status) return sits_fail(err, status, "the backend failed: %s", sits_status_info(status)->text);
-  for (int32_t p = 0; p < n_pieces; p++) s->lengths[pieces[p].slot] += pieces[p].n_tokens;
+  commit_pieces(s, pieces, n_pieces);
   *logits = result.logits;
   return SITS_OK;
 }

@@ -17,6 +17,7 @@ enum sits_status eval_window(struct eval_session *s, int32_t *tokens, int32_t ct
     int32_t n = ctx - 1 - at < s->max_tokens ? ctx - 1 - at : s->max_tokens;
     if (at < first && at + n > first && n > s->max_rows) n = first - at; /* a step asks for rows of its own tokens only */
     if (at >= first && n > s->max_rows) n = s->max_rows;
+    if (n > eval_room(s, 0)) n = eval_room(s, 0);
     const int32_t skip = at >= first ? 0 : first - at < n ? first - at : n;
     const float *logits;
     const struct eval_piece piece = {.slot = 0, .tokens = tokens + at, .n_tokens = n, .first_row = skip};

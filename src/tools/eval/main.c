@@ -40,7 +40,8 @@ static const struct option_spec specs[] = {
     INT("threads", threads, "0", 0, 1024, "threads", "CPU worker threads. 0: one per core."),
     INT("tensor-parallel-size", tensor_parallel_size, "1", 1, 8, "devices", "Devices that share the model."),
     BOOL("one-device", one_device, "All of them are device 0, for comparison."),
-    ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|f32|int8|int4|fp4", "How keys and values are stored."),
+    ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|f32|int8|int4|fp4|fp4-sparse", "How keys and values are stored."),
+    INT("kv-page-budget", kv_page_budget, "0", 0, 1 << 24, "pages", "fp4-sparse: pages that a sequence keeps; 0: all."),
 };
 
 static const struct {
@@ -88,7 +89,7 @@ static int run(int argc, char **argv, struct option_set *set, struct eval_option
 
 int main(int argc, char **argv)
 {
-  struct eval_options options;
+  struct eval_options options = {0};
   struct option_set set;
   struct sits_error err = {0};
   if (option_set_init(&set, specs, N_SPECS, &options, &err)) {

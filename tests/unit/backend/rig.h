@@ -32,6 +32,7 @@ struct rig {
   struct backend_program *compiled;
   struct backend_kv *kv;
   int32_t n_pages;
+  _Atomic uint64_t *mass;          /* [parts][RIG_STRIDE] filled by each step, of sparse codecs; NULL: not asked for */
 };
 
 #define RIG_OK(call, error) \
@@ -99,14 +100,16 @@ static void rig_close(struct rig *rig)
 }
 
 /* One sequence's part of a step: tokens at positions p0.. in the pages of `table`. */
+enum { RIG_STRIDE = 256 };
 struct rig_part { const int32_t *tokens; int32_t n, p0; const int32_t *table; };
 
 /* Run a step over several sequences, asking for the logits of every token (all_rows) or of each part's last. Returned rows are valid
  * until the next step. */
 static const float *rig_step(struct rig *rig, const struct rig_part *parts, int32_t n_parts, bool all_rows)
 {
-  enum { MAX_TOKENS = 4096, MAX_SEQS = 64, STRIDE = 256 };
-  static int32_t tokens[MAX_TOKENS], positions[MAX_TOKENS], rows[MAX_TOKENS], starts[MAX_SEQS + 1], lens[MAX_SEQS], table[MAX_SEQS][STRIDE];
+  enum { MAX_TOKENS = 4096, MAX_SEQS = 64, STRIDE = RIG_STRIDE };
+  static int32_t mass_row[MAX_TOKENS], tokens[MAX_TOKENS], positions[MAX_TOKENS], rows[MAX_TOKENS];
+  static int32_t starts[MAX_SEQS + 1], lens[MAX_SEQS], table[MAX_SEQS][STRIDE];
   int32_t T = 0, R = 0;
   memset(table, 0xff, sizeof table);
   for (int32_t s = 0; s < n_parts; s++) {
@@ -115,6 +118,7 @@ static const float *rig_step(struct rig *rig, const struct rig_part *parts, int3
     for (int32_t i = 0; i < parts[s].n; i++, T++) {
       tokens[T] = parts[s].tokens[i];
       positions[T] = parts[s].p0 + i;
+      mass_row[T] = s;
       if (all_rows || i == parts[s].n - 1) rows[R++] = T;
     }
     for (int32_t i = 0; i < (lens[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS; i++) table[s][i] = parts[s].table[i];
@@ -122,7 +126,7 @@ static const float *rig_step(struct rig *rig, const struct rig_part *parts, int3
   starts[n_parts] = T;
   const struct backend_batch batch = {.n_tokens = T, .n_seqs = n_parts, .n_rows = R, .tokens = tokens, .positions = positions,
                                       .seq_start = starts, .kv_len = lens, .block_table = table[0], .table_stride = STRIDE,
-                                      .row_token = rows};
+                                      .row_token = rows, .mass_row = mass_row, .page_mass = rig->mass};
   struct backend_result result;
   assert_int_equal(rig->vt->submit(rig->compiled, rig->kv, &batch), SITS_OK);
   assert_int_equal(rig->vt->wait(rig->compiled, &result), SITS_OK);

@@ -50,6 +50,7 @@ static inline void rig_open(struct rig *rig, struct engine_options options, int3
   if (!options.vtable) options.vtable = fake_vtable();
   options.program = rig->fake.program;
   options.kv = rig->fake.kv;
+  rig->fake.geometry.codec = options.geometry.codec; /* F16 where the test says nothing */
   options.geometry = rig->fake.geometry;
   options.end_ids = &end;
   options.n_end_ids = 1;

@@ -1,4 +1,6 @@
 /* Requests through the engine over the fake backend: every answer must be the one of the model's definition, whatever shares the step. */
+#include <unistd.h>
+
 #include "unit/engine/engine_rig.h"
 
 #include "base/clock.h"
@@ -22,9 +24,48 @@ static void test_one_request(void **state)
   assert_int_equal(t.n_output_tokens, expected.n);
   assert_true(t.submitted_us > 0 && t.first_scheduled_us >= t.submitted_us && t.first_token_us >= t.first_scheduled_us);
   assert_true(t.done_us >= t.first_token_us);
-  assert_int_equal(t.queue_us + t.prefill_us + t.decode_us, t.done_us - t.submitted_us);
+  assert_int_equal(t.queue_us + t.prefill_us + t.decode_us + t.scheduling_us, t.done_us - t.submitted_us);
   sits_request_release(request);
   rig_idle(&rig);
+  rig_close(&rig);
+}
+
+/* Every stage is where its time was spent: steps that take a known time, a second request that waits for the first one's place, and a
+ * pause before anybody turns the loop again. */
+static void test_timing_stages(void **state)
+{
+  enum { STEP_US = 2000, PAUSE_US = 20000 };
+  struct rig rig;
+  struct engine_options options = rig_options();
+  int32_t prompt[300];
+  options.max_num_seqs = 1;
+  options.prefix_caching = false;
+  rig_open(&rig, options, 64);
+  atomic_store(&rig.fake.step_delay_us, STEP_US);
+  rig_prompt(prompt, 300, 1);
+  struct sits_sampling s = rig_greedy(5);
+  s.ignore_eos = true;
+  struct sits_request *first = rig_submit(&rig, prompt, 300, 1, s), *second = rig_submit(&rig, prompt, 300, 1, s);
+  struct sits_request_timing t;
+  do engine_step_once(rig.engine), sits_request_timing(first, &t);
+  while (t.first_token_us == 0);
+  usleep(PAUSE_US);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, first, got, 1);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, second, got, 1);
+  struct sits_request *requests[] = {first, second};
+  for (int i = 0; i < 2; i++) {
+    sits_request_timing(requests[i], &t);
+    assert_int_equal(t.queue_us + t.prefill_us + t.decode_us + t.scheduling_us, t.done_us - t.submitted_us);
+    assert_true(t.prefill_us >= 3 * STEP_US && t.decode_us >= 4 * STEP_US); /* 300 tokens in steps of 128; the first token is prefill's */
+    assert_true(i == 0 ? t.scheduling_us >= PAUSE_US : t.queue_us >= 7 * STEP_US + PAUSE_US);
+    sits_request_release(requests[i]);
+  }
+  rig_idle(&rig);
+  struct engine_stats stats;
+  engine_stats(rig.engine, &stats);
+  assert_true(stats.scheduling_seconds.count == 2 && stats.scheduling_seconds.sum * 1e6 >= PAUSE_US);
   rig_close(&rig);
 }
 
@@ -606,7 +647,7 @@ static void test_stop_ids_and_min_tokens(void **state)
 
 int main(void)
 {
-  const struct CMUnitTest tests[] = {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_timing_stages),
       cmocka_unit_test(test_one_request), cmocka_unit_test(test_many_share_steps), cmocka_unit_test(test_tiny_pool_preempts),
       cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_neighbours_do_not_decide_who_draws),
       cmocka_unit_test(test_stop_is_counted_as_stop), cmocka_unit_test(test_batch_beyond_the_queue_is_no_retry),

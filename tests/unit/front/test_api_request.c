@@ -98,6 +98,8 @@ static const struct refusal refusals[] = {
   {API_COMPLETION, TEXT(",\"logprobs\":true"), SITS_INVALID_ARGUMENT, "logprobs"},
   {API_COMPLETION, TEXT(",\"logprobs\":21"), SITS_INVALID_ARGUMENT, "logprobs"},
   {API_CHAT, CHAT(",\"stream\":1"), SITS_INVALID_ARGUMENT, "stream"},
+  {API_CHAT, CHAT(",\"return_timing\":1"), SITS_INVALID_ARGUMENT, "return_timing"},
+  {API_COMPLETION, TEXT(",\"return_timing\":\"true\""), SITS_INVALID_ARGUMENT, "return_timing"},
   {API_CHAT, CHAT(",\"stream_options\":{\"include_usage\":true}"), SITS_INVALID_ARGUMENT, "stream_options"},
   {API_CHAT, CHAT(",\"stream\":true,\"stream_options\":{\"include_usage\":1}"), SITS_INVALID_ARGUMENT, "stream_options"},
   {API_CHAT, CHAT(",\"model\":5"), SITS_INVALID_ARGUMENT, "model"},

@@ -65,6 +65,23 @@ static void test_chat_chunks(void **state)
   close_bench(&b);
 }
 
+/* The stages add up to the total, delivery being what came after the engine. */
+static void test_timing(void **state)
+{
+  struct bench b;
+  open_bench(&b, API_COMPLETION, "{\"prompt\":\"x\",\"return_timing\":true}");
+  delta(&b, (struct api_delta){.text = "y", .finish = API_FINISH_LENGTH, .n_output_tokens = 1});
+  const struct api_usage usage = {
+      .n_prompt_tokens = 1, .n_output_tokens = 1, .delivered_us = 9000,
+      .timing = {.submitted_us = 1000, .first_scheduled_us = 1250, .first_token_us = 3500, .done_us = 8000, .queue_us = 250,
+                 .prefill_us = 2000, .decode_us = 4000, .scheduling_us = 750, .n_preemptions = 2}};
+  http_reply_done(&b.reply, &(struct api_result){.usage = usage}, &b.out);
+  assert_non_null(strstr(b.out.data,
+    "\"timing\":{\"queue_ms\":0.250,\"prefill_ms\":2.000,\"decode_ms\":4.000,\"scheduling_ms\":0.750,\"delivery_ms\":1.000,"
+    "\"time_to_first_token_ms\":2.500,\"total_ms\":8.000,\"preemptions\":2}}}"));
+  close_bench(&b);
+}
+
 static void test_error_in_a_stream(void **state)
 {
   struct bench b;
@@ -147,7 +164,8 @@ static void test_errors(void **state)
 
 int main(void)
 {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_chat_chunks), cmocka_unit_test(test_error_in_a_stream),
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_chat_chunks), cmocka_unit_test(test_timing),
+                                     cmocka_unit_test(test_error_in_a_stream),
                                      cmocka_unit_test(test_whole_completion), cmocka_unit_test(test_log_probabilities),
                                      cmocka_unit_test(test_errors)};
   return cmocka_run_group_tests(tests, NULL, NULL);

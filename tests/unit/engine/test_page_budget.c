@@ -1,0 +1,138 @@
+/* Sequences under a page budget: which pages they lose follows from their text alone, so answers equal a plain model's whatever else runs,
+ * however prompts are cut, forked and pre-empted; and no sequence ever holds more than its budget. */
+#include "unit/engine/engine_rig.h"
+
+#include "kv/kv.h"
+
+enum { BUDGET = 9, MOST = 1500, N = 5 };
+
+/* The model: pages fill up one after the other; when the last allowed one is full, the least worthy behind the first and before the newest
+ * goes; what a page is worth fades by an eighth with each new page. Writes n_out tokens. */
+static void expect(const int32_t *prompt, int32_t n_prompt, int32_t n_out, int32_t *out, int32_t *n_dropped)
+{
+  static int32_t tokens[MOST + 1], kept[MOST + 1];
+  uint64_t worth[MOST / KV_TOKENS + 1] = {0};
+  bool gone[MOST / KV_TOKENS + 1] = {false};
+  *n_dropped = 0;
+  memcpy(tokens, prompt, (size_t)n_prompt * sizeof *prompt);
+  for (int32_t at = 0; at < n_prompt + n_out - 1; at++) {
+    int32_t page = at / KV_TOKENS, least = -1;
+    if (at % KV_TOKENS == 0 && page - *n_dropped == BUDGET) {
+      for (int32_t i = 1; i < page - KV_NEWEST_KEPT; i++)
+        if (!gone[i] && (least < 0 || worth[i] < worth[least])) least = i;
+      gone[least] = true;
+      ++*n_dropped;
+    }
+    for (int32_t i = 0; at % KV_TOKENS == 0 && i < page; i++) worth[i] -= worth[i] / 8;
+    for (int32_t i = 0; i <= page; i++) worth[i] += gone[i] ? 0 : fake_mass(tokens[at], at, i);
+    if (at < n_prompt - 1) continue;
+    int32_t n = 0;
+    for (int32_t i = 0; i <= at; i++)
+      if (!gone[i / KV_TOKENS]) kept[n++] = tokens[i];
+    tokens[at + 1] = out[at + 1 - n_prompt] = fake_next(RIG_VOCAB, kept, n);
+  }
+}
+
+static struct engine_options budget_options(void)
+{
+  struct engine_options o = rig_options();
+  o.geometry.codec = KV_FP4_SPARSE;
+  o.page_budget = BUDGET;
+  o.max_model_len = MOST;
+  o.spec_max_tokens = 4; /* turned off by the engine */
+  return o;
+}
+
+static void test_answers(void **state)
+{
+  static const int32_t lengths[N] = {700, 64 * BUDGET, 64 * BUDGET + 1, 30, 1200};
+  static int32_t prompts[N][MOST], want[N][300];
+  static struct rig_answer got[2];
+  struct sits_sampling s = rig_greedy(299);
+  int32_t dropped[N];
+  (void)state;
+  s.ignore_eos = true;
+  for (int i = 0; i < N; i++) {
+    rig_prompt(prompts[i], lengths[i], (uint32_t)i + 5);
+    expect(prompts[i], lengths[i], 299, want[i], &dropped[i]);
+  }
+  assert_true(dropped[0] > 5 && dropped[3] == 0);
+  for (int round = 0; round < 3; round++) { /* much room; little, so that some lose their pages on the way; two choices each */
+    struct rig rig;
+    struct engine_options o = budget_options();
+    struct sits_request *requests[N];
+    int32_t n_choices = round == 2 ? 2 : 1;
+    if (round == 1) o.n_host_pages = 20; /* not used */
+    rig_open(&rig, o, round == 1 ? 2 * BUDGET + 3 : 100);
+    for (int i = 0; i < N; i++) requests[i] = rig_submit(&rig, prompts[i], lengths[i], n_choices, s);
+    for (int i = 0; i < N; i++) {
+      memset(got, 0, sizeof got);
+      rig_run(&rig, requests[i], got, n_choices);
+      for (int c = 0; c < n_choices; c++) {
+        assert_int_equal(got[c].n, 299);
+        assert_memory_equal(got[c].tokens, want[i], 299 * sizeof(int32_t));
+      }
+      sits_request_release(requests[i]);
+    }
+    rig_idle(&rig);
+    struct engine_stats stats;
+    engine_stats(rig.engine, &stats);
+    assert_true(stats.n_pages_dropped > 0 && stats.n_pages_used == 0);
+    assert_true(stats.spec_drafts == 0 && stats.prefix_hit_tokens == 0 && stats.n_preemptions_swapped == 0);
+    if (round == 1) assert_true(stats.n_preemptions > 0);
+    rig_close(&rig);
+  }
+}
+
+/* A budget of pages for a text of any length: more tokens than all pages hold. */
+static void test_longer_than_memory(void **state)
+{
+  static int32_t prompt[MOST], want[100];
+  static struct rig_answer got[1];
+  struct rig rig;
+  struct sits_sampling s = rig_greedy(100);
+  int32_t n_dropped;
+  (void)state;
+  s.ignore_eos = true;
+  rig_prompt(prompt, 1300, 3);
+  expect(prompt, 1300, 100, want, &n_dropped);
+  rig_open(&rig, budget_options(), BUDGET);
+  struct sits_request *request = rig_submit(&rig, prompt, 1300, 1, s);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, request, got, 1);
+  assert_memory_equal(got[0].tokens, want, sizeof want);
+  sits_request_release(request);
+  rig_idle(&rig);
+  struct engine_stats stats;
+  engine_stats(rig.engine, &stats);
+  assert_int_equal(stats.n_pages_dropped, n_dropped);
+  rig_close(&rig);
+}
+
+static void test_bad_budgets(void **state)
+{
+  struct rig rig;
+  struct sits_error err = {0};
+  struct sits_engine *engine = NULL;
+  (void)state;
+  rig_open(&rig, rig_options(), 64);
+  for (int i = 0; i < 2; i++) {
+    struct engine_options o = budget_options();
+    o.vtable = fake_vtable();
+    o.program = rig.fake.program;
+    o.kv = rig.fake.kv;
+    o.geometry = rig.fake.geometry;
+    o.geometry.codec = i == 0 ? KV_FP4 : KV_FP4_SPARSE;
+    if (i == 1) o.page_budget = KV_LEAST_BUDGET - 1;
+    assert_int_equal(engine_create(&o, &engine, &err), SITS_INVALID_ARGUMENT);
+    assert_string_equal(err.param, "page_budget");
+  }
+  rig_close(&rig);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_answers), cmocka_unit_test(test_longer_than_memory),
+                                     cmocka_unit_test(test_bad_budgets)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
