@@ -71,6 +71,9 @@ const struct option_spec options_table[] = {
     INT("speculative-tokens", speculative_tokens, "6", 0, 64, "tokens", "Scheduling",
         "Longest draft of prompt lookup, which is verified in one step and never changes an answer. 0: none. Nor are there any "
         "with int4 and fp4 pages."),
+    STR("draft-model", draft_model, "Scheduling",
+        "A smaller model with the same tokenizer, which guesses tokens where prompt lookup finds nothing; they are verified as its are. "
+        "CPU only, with f16 or int8 pages."),
     INT("speculative-max-running", speculative_max_running, "8", 1, 4096, "sequences", "Scheduling",
         "Speculate while fewer sequences than that run."),
     INT("max-queued-requests", max_queued_requests, "1024", 1, 1000000, "requests", "Scheduling",

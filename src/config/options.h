@@ -31,6 +31,7 @@ struct options {
   const char *policy;               /* alps|continuous|chunked|static */
   bool enable_chunked_prefill;
   int64_t speculative_tokens, speculative_max_running;
+  const char *draft_model;          /* NULL: prompt lookup only */
   int64_t max_queued_requests, max_queued_tokens;
   double request_timeout_s;         /* 0: none */
   /* gRPC */

@@ -215,6 +215,7 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .policy = o->enable_chunked_prefill ? o->policy : "continuous",
                                      .spec_max_tokens = (int32_t)o->speculative_tokens,
                                      .spec_max_running = (int32_t)o->speculative_max_running,
+                                     .draft_model_path = o->draft_model,
                                      .itl_target_us = (int64_t)(o->itl_target_ms * 1000),
                                      .ttft_target_us = (int64_t)(o->ttft_target_ms * 1000),
                                      .max_waiting_requests = (int32_t)o->max_queued_requests,
@@ -272,6 +273,22 @@ static void publish(struct service *service, const struct instance_info *info)
   health_set(&service->health, HEALTH_READY);
 }
 
+/* A draft model's guesses are token ids, so its tokenizer must be the model's own. */
+static enum sits_status check_draft(const struct service *service, struct sits_error *err)
+{
+  const struct model *draft = instance_draft_model(service->instance);
+  struct tokenizer *tokenizer = NULL;
+  int32_t id = 0;
+  if (!draft) return SITS_OK;
+  enum sits_status status = draft->source ? tokenizer_load(draft->source, &tokenizer, err)
+                                          : tokenizer_numbered(draft->config.n_vocab, &tokenizer, err);
+  if (!status && !tokenizer_same(service->tokenizer, tokenizer, &id))
+    status = sits_fail_param(err, SITS_CONFIG, "draft-model", "draft-model %s has another tokenizer: token %d is not the model's",
+                             service->options->draft_model, id);
+  tokenizer_destroy(tokenizer);
+  return status;
+}
+
 enum sits_status service_load(struct service *service, struct sits_error *err)
 {
   int64_t start_us = clock_monotonic_us();
@@ -282,6 +299,7 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
   const struct source *source = instance_model(service->instance)->source;
   status = source ? tokenizer_load(source, &service->tokenizer, err)
                   : tokenizer_numbered(instance_model(service->instance)->config.n_vocab, &service->tokenizer, err); /* synthetic:... */
+  if (!status) status = check_draft(service, err);
   if (!status) status = load_template(service, source, &served.knows_developer_role, err);
   if (status) return status;
   int32_t n_ends = 0;

@@ -43,6 +43,7 @@ static bool alloc_arrays(struct sits_engine *e)
   e->news = mem_calloc(n, sizeof *e->news);
   e->moves = mem_calloc(s, sizeof *e->moves);
   e->copies = mem_calloc(s, sizeof *e->copies);
+  e->to_draft = mem_calloc(s, sizeof *e->to_draft);
   e->tokens = mem_calloc(t, sizeof(int32_t));
   e->positions = mem_calloc(t, sizeof(int32_t));
   e->seq_start = mem_calloc(s + 1, sizeof(int32_t));
@@ -56,7 +57,8 @@ static bool alloc_arrays(struct sits_engine *e)
     e->page_mass = mem_calloc((t / KV_TOKENS + 2 * s) * (size_t)e->stride, sizeof *e->page_mass);
     if (!e->mass_row || !e->page_mass) return false;
   }
-  return e->end_ids && e->by_id && e->free_ids && e->deadlines && e->parked && e->news && e->moves && e->copies && e->tokens &&
+  return e->end_ids &&
+         e->by_id && e->free_ids && e->deadlines && e->parked && e->news && e->moves && e->copies && e->to_draft && e->tokens &&
          e->positions && e->seq_start && e->kv_len && e->tables && e->row_token && e->rows && e->samples;
 }
 
@@ -72,6 +74,8 @@ static enum sits_status create_parts(struct sits_engine *e)
   enum sits_status status = kv_create(&kv, &e->pages);
   if (status == SITS_OK) status = alps_create(&alps, &e->alps);
   if (status == SITS_OK) status = engine_sampler_init(&e->sampler, o->n_vocab);
+  bool drafts = o->draft.program && o->spec_max_tokens > 0;
+  if (status == SITS_OK && drafts) status = engine_drafter_create(o, &e->drafter);
   if (status == SITS_OK) status = engine_pool_create(o->n_sampler_threads, o->n_vocab, &e->pool);
   if (status == SITS_OK && o->n_host_pages > 0) {
     e->host_memory = mem_aligned(64, (size_t)o->n_host_pages * e->page_bytes);
@@ -143,6 +147,8 @@ void engine_destroy(struct sits_engine *e)
   alps_destroy(e->alps);
   engine_sampler_fini(&e->sampler);
   engine_pool_destroy(e->pool);
+  engine_drafter_destroy(e->drafter);
+  mem_free(e->to_draft);
   mem_free(e->host_memory);
   mem_free(e->end_ids);
   mem_free(e->by_id);

@@ -141,6 +141,7 @@ static void preempt(struct sits_engine *engine, int32_t id)
   log_info("engine", "preempted request=%s choice=%d how=%s tokens=%d pages=%d recompute_us=%.0f swap_us=%.0f", choice->request->params.id,
            choice->index, is_swapped ? "swap" : "recompute", choice->n_computed, n_pages, recompute_us, swap_us);
   kv_close(engine->pages, choice->slot);
+  engine_drafter_drop(engine, choice);
   choice->slot = -1;
   choice->n_computed = 0;
   alps_requeue(engine->alps, id, engine_known(choice));
@@ -167,6 +168,7 @@ void engine_plan(struct sits_engine *engine)
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice)
 {
   if (choice->slot >= 0) kv_close(engine->pages, choice->slot);
+  engine_drafter_drop(engine, choice);
   choice->slot = -1;
   kv_swap_free(engine->pages, &choice->swapped);
   if (choice->id < 0) return;

@@ -25,6 +25,14 @@ enum engine_state { ENGINE_CREATED, ENGINE_RUNNING, ENGINE_DRAINING, ENGINE_FAIL
  * events and then releases it. */
 typedef void (*engine_events_fn)(void *user, struct sits_request *const *requests, int32_t n);
 
+/* A second model whose guesses the first one verifies (engine_draft_model.h); of the same vocabulary, on the same backend. */
+struct engine_draft_model {
+  struct backend_program *program;   /* NULL: none */
+  struct backend_kv *kv;             /* n_pages for min(spec_max_running, max_num_seqs) sequences of max_model_len */
+  struct kv_geometry geometry;
+  int32_t max_model_len;
+};
+
 struct engine_options {
   /* What to run; borrowed, must outlive the engine. The backend was opened with max_batch_tokens and max_seqs (= max_rows) as below. */
   const struct backend_vtable *vtable;
@@ -48,6 +56,7 @@ struct engine_options {
   int64_t ttft_target_us;        /* time to the first token that most requests keep under overload; 0 = none set: order of arrival */
   int32_t spec_max_tokens;       /* longest draft verified at once, 0 = no speculation */
   int32_t spec_max_running;      /* speculate while fewer sequences than that run; 0 = 8 */
+  struct engine_draft_model draft; /* borrowed, must outlive the engine */
   bool overlap;                  /* submit returns before the batch is computed: the last step's tokens are delivered meanwhile */
   int32_t n_sampler_threads;     /* helpers that draw tokens beside the engine thread; 0 = none */
   enum alps_policy policy;       /* ALPS_BUDGET; the others are for comparison */
@@ -83,6 +92,7 @@ struct engine_stats {
   uint64_t finished[SITS_FINISH_ERROR + 1];      /* choices, by enum sits_finish */
   uint64_t rejected_requests, rejected_tokens;   /* submissions refused: queue full by requests, by prompt tokens */
   uint64_t spec_drafts, spec_draft_tokens, spec_accepted_tokens;
+  uint64_t spec_model_tokens;    /* guessed by the draft model, whether or not they were then verified */
   double step_us_ewma;           /* recent time of a step */
   double itl_p99_us;             /* sliding window over running streams */
   struct engine_histogram ttft_seconds, itl_seconds, tpot_seconds, e2e_seconds, queue_seconds, prefill_seconds, decode_seconds,

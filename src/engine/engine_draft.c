@@ -1,8 +1,10 @@
-/* Speculation without a second model: what followed the last few tokens the last time they stood in the sequence is guessed to follow
- * again (prompt lookup; Saxena 2023, "Prompt lookup decoding"). Summaries and edits of a text repeat much of it.
+/* Speculation, and its cheapest kind, without a second model: what followed the last few tokens the last time they stood in the sequence
+ * is guessed to follow again (prompt lookup; Saxena 2023, "Prompt lookup decoding"). Summaries and edits of a text repeat much of it.
  *
  * A draft lies behind the known tokens of a choice and is verified by the next step: one row of logits per drafted token, each drawn as
  * it would be without speculation (engine_output.c, draw_rows), so the answer is the same token for token, sampled or greedy.
+ *
+ * Where nothing can be looked up, the draft model guesses, if there is one (engine_draft_model.c).
  *
  * Off is free: no draft is looked for when the option is 0 or spec_max_running or more sequences run. What a choice's drafts are worth is
  * learned per choice; the planner takes as many as pay, and one whose drafts mostly fail pauses for a few steps. */
@@ -10,7 +12,7 @@
 
 enum { LONGEST_MATCH = 4, SHORTEST_MATCH = 2, LOOK_BACK = 16384, POOR_WAIT = 4, FAILED_WAIT = 16 };
 
-static const float ACCEPT_START = 0.6f, ACCEPT_RATE = 0.15f, ACCEPT_POOR = 0.2f;
+static const float ACCEPT_RATE = 0.15f, ACCEPT_POOR = 0.2f;
 
 static int32_t match_length(const int32_t *tokens, int32_t end, int32_t known)
 {
@@ -33,29 +35,39 @@ static int32_t look_up(const int32_t *tokens, int32_t known)
   return best_at;
 }
 
-static void draft_for(struct sits_engine *engine, struct engine_choice *choice)
+static bool may_draft(struct engine_choice *choice)
+{
+  if (engine_known(choice) - choice->n_computed != 1 || choice->n_out == 0) return false;
+  if (choice->draft_wait == 0) return true;
+  choice->draft_wait--;
+  return false;
+}
+
+/* False: nothing to look up. */
+static bool draft_for(struct sits_engine *engine, struct engine_choice *choice)
 {
   int32_t known = engine_known(choice), most = engine->options.spec_max_tokens;
   int32_t left = choice->request->params.sampling.max_tokens - choice->n_out - 1; /* the step draws one token beyond the draft */
-  if (known - choice->n_computed != 1 || choice->n_out == 0 || most <= 0) return;
-  if (choice->draft_wait > 0) {
-    choice->draft_wait--;
-    return;
-  }
   if (most > left) most = left;
   int32_t from = look_up(choice->tokens, known), n = 0;
-  if (from == 0) return;
+  if (from == 0) return false;
   for (; n < most; n++) choice->tokens[known + n] = choice->tokens[from + n]; /* may run on into the draft itself: a period */
-  if (choice->accept == 0) choice->accept = ACCEPT_START;
+  if (choice->accept == 0) choice->accept = ENGINE_ACCEPT_START;
   if (n > 0) alps_offer(engine->alps, choice->id, n, choice->accept);
+  return true;
 }
 
 void engine_draft(struct sits_engine *engine)
 {
   const int32_t *ids;
-  int32_t n = alps_running(engine->alps, &ids);
+  int32_t n = alps_running(engine->alps, &ids), n_to_draft = 0;
+  engine->draft_us = 0;
   if (engine->options.spec_max_tokens == 0 || n >= engine->options.spec_max_running) return;
-  for (int32_t i = 0; i < n; i++) draft_for(engine, engine->by_id[ids[i]]);
+  for (int32_t i = 0; i < n; i++) {
+    struct engine_choice *choice = engine->by_id[ids[i]];
+    if (may_draft(choice) && !draft_for(engine, choice)) engine->to_draft[n_to_draft++] = choice;
+  }
+  if (engine->drafter) engine_drafter_run(engine, engine->to_draft, n_to_draft);
 }
 
 void engine_draft_result(struct engine_choice *choice, int32_t n_draft, int32_t n_accepted)

@@ -2,7 +2,7 @@
  *   engine.c          creation, thread, drain, stop, failure     engine_request.c  submit, ring, cancel, release, timing
  *   engine_step.c     the loop, as a table of contents           engine_batch.c    plan -> batch arrays, admission, pre-emption
  *   engine_output.c   rows -> tokens, events, ends               engine_stats.c    counters and histograms
- *   engine_draft.c    guesses by prompt lookup
+ *   engine_draft.c    guesses by prompt lookup            engine_draft_model.c  guesses by a second model
  *   engine_pool.c     rows drawn in parallel
  *   engine_deadline.c heap of deadlines                          engine_sample.c   one row -> one token
  *
@@ -16,6 +16,7 @@
 
 #include "alps/alps.h"
 #include "engine/engine_core.h"
+#include "engine/engine_draft_model.h"
 #include "engine/engine_pool.h"
 #include "engine/engine_sample.h"
 #include "kv/kv.h"
@@ -36,6 +37,8 @@ struct engine_choice {
   int64_t last_token_us;          /* [loop] */
   float accept;                   /* [loop] share of its drafted tokens that were right, moving average */
   int32_t draft_wait;             /* [loop] steps until it drafts again */
+  int32_t draft_slot;             /* [loop] slot in the draft model's pages, -1 none */
+  int32_t draft_right;            /* [loop] leading tokens that the draft model has read and that are known to be right */
 };
 
 /* One event as it lies in the ring; top logprobs lie in parallel arrays that exist only when asked for. */
@@ -119,6 +122,9 @@ struct sits_engine {
   struct alps *alps;              /* [loop] */
   struct engine_sampler sampler;  /* [loop] */
   struct engine_pool *pool;       /* [loop] */
+  struct engine_drafter *drafter; /* [loop] NULL without a draft model */
+  struct engine_choice **to_draft;/* [loop] [max_num_seqs] scratch of engine_draft */
+  int64_t draft_us;               /* [loop] of this turn, by the draft model */
   const float *logits;            /* [loop] [R][V] of the newest batch */
   struct engine_choice **by_id;   /* [loop] [max_entries] */
   int32_t *free_ids;              /* [loop] [max_entries] */
@@ -193,10 +199,14 @@ enum sits_status engine_wait_batch(struct sits_engine *engine, struct backend_re
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /* give slot, host pages, id and entry back */
 
 /* engine_draft.c */
+#define ENGINE_ACCEPT_START 0.6f  /* share of right guesses that a sequence starts from */
 void engine_draft(struct sits_engine *engine);
 void engine_draft_result(struct engine_choice *choice, int32_t n_draft, int32_t n_accepted);
 
 /* engine_output.c */
+/* What the sequence's next token would be if these were its logits, behind its first n_tokens tokens. */
+int32_t engine_draw_token(const struct sits_engine *engine, struct engine_sampler *sampler, const struct engine_choice *choice,
+                          int32_t n_tokens, const float *logits);
 void engine_outputs(struct sits_engine *engine, const struct backend_result *result);
 void engine_finish(struct sits_engine *engine, struct engine_choice *choice, enum sits_finish finish, enum sits_status status,
                    int32_t token);

@@ -111,17 +111,23 @@ static void put_logprobs(struct sits_event *event, const struct engine_logprobs 
   memcpy(event->top_logprob, from->top_logprob, (size_t)from->n_top * sizeof(float));
 }
 
-/* A token for a choice that holds n_tokens, and its logprobs if they are wanted. Reads shared state only: the pool's threads call it. */
-static void make_draw(const struct sits_engine *engine, struct engine_sampler *sampler, const struct engine_choice *choice,
-                      int32_t n_tokens, const float *logits, int32_t *token, struct engine_logprobs *logprobs)
+int32_t engine_draw_token(const struct sits_engine *engine, struct engine_sampler *sampler, const struct engine_choice *choice,
+                          int32_t n_tokens, const float *logits)
 {
   const struct sits_request_params *p = &choice->request->params;
   const struct sits_sampling *s = &p->sampling;
   struct engine_draw d = {.sampling = s, .tokens = choice->tokens, .n_tokens = n_tokens, .n_prompt = p->n_prompt, .choice = choice->index,
                           .end_ids = engine->end_ids, .n_end_ids = s->ignore_eos ? 0 : engine->options.n_end_ids};
-  *token = engine_sample(sampler, logits, &d);
+  return engine_sample(sampler, logits, &d);
+}
+
+/* A token for a choice that holds n_tokens, and its logprobs if they are wanted. Reads shared state only: the pool's threads call it. */
+static void make_draw(const struct sits_engine *engine, struct engine_sampler *sampler, const struct engine_choice *choice,
+                      int32_t n_tokens, const float *logits, int32_t *token, struct engine_logprobs *logprobs)
+{
+  *token = engine_draw_token(engine, sampler, choice, n_tokens, logits);
   *logprobs = (struct engine_logprobs){0};
-  engine_logprobs(sampler, logits, *token, s->n_top_logprobs, logprobs);
+  engine_logprobs(sampler, logits, *token, choice->request->params.sampling.n_top_logprobs, logprobs);
 }
 
 /* engine_row_fn: everything about a row that does not depend on other rows. Behind a draft the sequence's tokens are the draft's, which
@@ -259,6 +265,7 @@ static void draw_rows(struct sits_engine *engine, struct engine_choice *choice, 
   }
   if (!is_committed) commit(engine, choice, item->n_tokens - n_draft + n_accepted);
   if (n_draft > 0) engine_draft_result(choice, n_draft, n_accepted);
+  engine_drafter_verified(choice, first_known + n_accepted);
   engine->stats.spec_drafts += n_draft > 0;
   engine->stats.spec_draft_tokens += (uint64_t)n_draft;
   engine->stats.spec_accepted_tokens += (uint64_t)n_accepted;

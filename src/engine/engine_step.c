@@ -139,7 +139,7 @@ static void forward_and_sample(struct sits_engine *engine)
     return;
   }
   engine_outputs(engine, &result);
-  alps_report(engine->alps, &engine->plan, now_us - from_us);
+  alps_report(engine->alps, &engine->plan, now_us - from_us - engine->draft_us); /* the planner's costs are the model's own */
   engine->stats.step_us_ewma += 0.1 * ((double)(now_us - from_us) - engine->stats.step_us_ewma);
   engine_observe(&engine->stats.iteration_tokens_hist, engine->batch.n_tokens);
 }

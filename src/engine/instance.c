@@ -13,7 +13,8 @@ enum { CPU_SEQS = 64, CPU_TOKENS = 512, CUDA_SEQS = 256, CUDA_TOKENS = 8192, CUD
 
 struct instance {
   struct instance_options options;  /* model_path is not kept */
-  struct runner runner;
+  struct runner runner, draft;      /* draft.model NULL: none */
+  int32_t draft_length;             /* tokens of a sequence that the draft model can hold */
   struct sits_engine *engine;
   struct instance_info info;
   bool overlap;                     /* the backend computes while the host goes on */
@@ -114,6 +115,26 @@ static enum sits_status size_pages(struct instance *instance, struct sits_error 
   return SITS_OK;
 }
 
+/* The draft model, and pages for as many sequences as are ever drafted for at once. Sets spec_max_running, which the engine would. */
+static enum sits_status open_draft(struct instance *instance, const char *path, struct sits_error *err)
+{
+  struct instance_options *o = &instance->options;
+  const struct runner *r = &instance->runner;
+  if (o->spec_max_tokens == 0) return sits_fail_param(err, SITS_CONFIG, "draft-model", "draft-model needs speculative-tokens above 0");
+  if (r->codec != KV_F16 && r->codec != KV_INT8 && r->codec != KV_F32)
+    return sits_fail_param(err, SITS_CONFIG, "draft-model",
+                           "draft-model needs kv-cache-dtype f16 or int8: %s pages cannot take a token back", kv_codec_name(r->codec));
+  if (strcmp(r->vtable->name, "cpu") != 0)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "draft-model", "draft-model runs on the cpu backend only, not on %s", r->vtable->name);
+  if (o->spec_max_running <= 0) o->spec_max_running = 8;
+  enum sits_status status = runner_open_draft(&instance->draft, r, path, err);
+  if (status != SITS_OK) return status;
+  int32_t n_slots = o->spec_max_running < o->max_num_seqs ? o->spec_max_running : o->max_num_seqs, length = instance->info.max_model_len;
+  if (length > instance->draft.model->config.max_context) length = instance->draft.model->config.max_context;
+  instance->draft_length = length;
+  return runner_kv_create(&instance->draft, n_slots * pages_for(length), err);
+}
+
 static enum sits_status create_engine(struct instance *instance, struct sits_error *err)
 {
   const struct instance_options *o = &instance->options;
@@ -126,6 +147,8 @@ static enum sits_status create_engine(struct instance *instance, struct sits_err
       .page_budget = instance->info.page_budget,
       .n_host_pages = (int32_t)(o->swap_bytes / r->page_bytes > MAX_PAGES ? MAX_PAGES : o->swap_bytes / r->page_bytes),
       .itl_target_us = o->itl_target_us, .spec_max_tokens = o->spec_max_tokens, .spec_max_running = o->spec_max_running,
+      .draft = {.program = instance->draft.compiled, .kv = instance->draft.kv, .geometry = instance->draft.geometry,
+                .max_model_len = instance->draft_length},
       .ttft_target_us = o->ttft_target_us, .policy = alps_policy_named(o->policy), .n_sampler_threads = o->n_sampler_threads,
       .overlap = instance->overlap,
       .on_events = o->on_events, .events_user = o->events_user,
@@ -155,7 +178,7 @@ enum sits_status instance_open(const struct instance_options *options, struct in
   struct instance *instance = mem_calloc(1, sizeof *instance);
   if (!instance) return sits_fail(err, SITS_NOMEM, "out of memory");
   instance->options = *options;
-  instance->options.model_path = NULL;
+  instance->options.model_path = instance->options.draft_model_path = NULL;
   size_batches(instance);
   struct runner_options runner = {
       .model_path = options->model_path, .device = options->device, .kv_codec = options->kv_codec,
@@ -167,6 +190,7 @@ enum sits_status instance_open(const struct instance_options *options, struct in
   enum sits_status status = runner_open(&instance->runner, &runner, err);
   if (status == SITS_OK) status = size_pages(instance, err);
   if (status == SITS_OK) status = runner_kv_create(&instance->runner, instance->info.n_pages, err);
+  if (status == SITS_OK && options->draft_model_path) status = open_draft(instance, options->draft_model_path, err);
   if (status == SITS_OK) status = create_engine(instance, err);
   if (status != SITS_OK) {
     instance_close(instance);
@@ -194,6 +218,7 @@ void instance_close(struct instance *instance)
     engine_stop(instance->engine, 0);
     engine_destroy(instance->engine);
   }
+  runner_close(&instance->draft);
   runner_close(&instance->runner);
   mem_free(instance);
 }
@@ -206,6 +231,11 @@ struct sits_engine *instance_engine(struct instance *instance)
 const struct model *instance_model(const struct instance *instance)
 {
   return instance->runner.model;
+}
+
+const struct model *instance_draft_model(const struct instance *instance)
+{
+  return instance->draft.model;
 }
 
 void instance_info(const struct instance *instance, struct instance_info *out)

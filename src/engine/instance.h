@@ -44,6 +44,7 @@ struct instance_options {
   int64_t max_waiting_tokens;       /* 0 = no limit */
   int32_t spec_max_tokens;          /* 0 = no speculation */
   int32_t spec_max_running;         /* 0 = 8 */
+  const char *draft_model_path;     /* a smaller model that guesses tokens; NULL = none. CPU, caches in f16 or int8 */
   const char *policy;               /* alps_policy_named; NULL = "alps" */
   int32_t n_sampler_threads;        /* helpers that draw tokens; 0 = none on cpu, up to 12 of the spare cores on cuda; -1 = none */
   engine_events_fn on_events;
@@ -72,6 +73,7 @@ void instance_close(struct instance *instance);
 
 struct sits_engine *instance_engine(struct instance *instance);
 const struct model *instance_model(const struct instance *instance);
+const struct model *instance_draft_model(const struct instance *instance); /* NULL: none */
 void instance_info(const struct instance *instance, struct instance_info *out);
 
 #endif

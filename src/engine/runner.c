@@ -76,12 +76,27 @@ enum sits_status runner_recompile(struct runner *runner, struct sits_error *err)
   return runner->vtable->compile(runner->backend, runner->program, &runner->compiled, err);
 }
 
+enum sits_status runner_open_draft(struct runner *draft, const struct runner *host, const char *path, struct sits_error *err)
+{
+  const struct runner_options options = {.model_path = path, .backend.n_ranks = host->geometry.n_ranks};
+  *draft = (struct runner){.vtable = host->vtable, .backend = host->backend, .codec = KV_F16, .is_guest = true};
+  enum sits_status status = model_open(path, &draft->model, err);
+  const int32_t n_vocab = host->model->config.n_vocab;
+  if (!status && draft->model->config.n_vocab != n_vocab)
+    status = sits_fail_param(err, SITS_CONFIG, "draft-model",
+                             "draft-model has a vocabulary of %d tokens, the model of %d: it must be the same",
+                             draft->model->config.n_vocab, n_vocab);
+  if (!status) status = compile(draft, &options, err);
+  if (status) runner_close(draft);
+  return status;
+}
+
 void runner_close(struct runner *runner)
 {
   if (runner->kv) runner->vtable->kv_destroy(runner->kv);
   if (runner->compiled) runner->vtable->program_destroy(runner->compiled);
   if (runner->program) program_destroy(runner->program);
-  if (runner->backend) runner->vtable->close(runner->backend);
+  if (runner->backend && !runner->is_guest) runner->vtable->close(runner->backend);
   if (runner->model) model_close(runner->model);
   *runner = (struct runner){0};
 }

@@ -252,3 +252,18 @@ int32_t tokenizer_find(const struct tokenizer *tokenizer, const char *piece, siz
 {
   return bpe_map_get(&tokenizer->piece_map, piece, n_bytes);
 }
+
+bool tokenizer_same(const struct tokenizer *a, const struct tokenizer *b, int32_t *id)
+{
+  const int32_t n_a = tokenizer_n_vocab(a), n_b = tokenizer_n_vocab(b);
+  for (int32_t i = 0; i < n_a || i < n_b; i++) {
+    size_t a_bytes = 0, b_bytes = 0;
+    const char *x = i < n_a ? tokenizer_piece(a, i, &a_bytes) : NULL, *y = i < n_b ? tokenizer_piece(b, i, &b_bytes) : NULL;
+    const bool is_same = (!x && !y) || (x && y && a_bytes == b_bytes && memcmp(x, y, a_bytes) == 0 &&
+                                        tokenizer_is_special(a, i) == tokenizer_is_special(b, i));
+    if (is_same) continue;
+    *id = i;
+    return false;
+  }
+  return true;
+}

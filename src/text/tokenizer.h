@@ -50,6 +50,8 @@ bool tokenizer_token_bytes(const struct tokenizer *tokenizer, int32_t id, bool s
 enum sits_status tokenizer_decode(const struct tokenizer *tokenizer, const int32_t *ids, int64_t n, bool skip_special,
                                   struct buf *out) SITS_MUST_CHECK;
 
+/* Whether both give every id the same text and kind. No: *id is the first that differs. */
+bool tokenizer_same(const struct tokenizer *a, const struct tokenizer *b, int32_t *id);
 int32_t tokenizer_n_vocab(const struct tokenizer *tokenizer);   /* 1 + largest id */
 int32_t tokenizer_bos(const struct tokenizer *tokenizer);       /* -1 when none */
 int32_t tokenizer_eos(const struct tokenizer *tokenizer);

@@ -166,6 +166,8 @@ static void compute_rows(struct backend_program *program, struct backend_kv *kv,
       if (r >= b->n_rows || b->row_token[r] != t) continue;
       float *logits = program->logits + (int64_t)r++ * n_vocab;
       logits_of(h, n_vocab, logits);
+      int32_t disagree = atomic_load(&program->rig->disagree);
+      if (disagree > 0 && h % (uint64_t)disagree == 0) logits_of(h + 1, n_vocab, logits);
       int32_t period = atomic_load(&program->rig->period);
       if (period > 0 && p + 1 >= period && h % 8 != 0) logits[*place(kv, b, s, p + 1 - period)] += 9;
     }

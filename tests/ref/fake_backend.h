@@ -26,6 +26,7 @@ struct fake_rig {
   atomic_int token_delay_us;     /* and per token of it */
   atomic_int fail_at_step;       /* batch number (from 1) from which on everything returns SITS_DEVICE; 0 = never */
   atomic_int period;             /* > 0: the token of that many places before is likely next (a text that repeats) */
+  atomic_int disagree;           /* > 0: one row in so many is a stranger's (a draft model that is often wrong) */
   atomic_int n_sampled;          /* batches whose tokens were drawn here */
   atomic_int n_steps, n_copies, n_reads, n_writes;
   atomic_long n_tokens;          /* computed so far */

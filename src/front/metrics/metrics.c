@@ -239,6 +239,7 @@ static void render_counters(const struct metrics *m, const struct engine_stats *
   counter(m, out, "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", e->prefix_hit_tokens);
   counter(m, out, "spec_decode_num_drafts_total", "Drafts verified.", e->spec_drafts);
   counter(m, out, "spec_decode_num_draft_tokens_total", "Draft tokens verified.", e->spec_draft_tokens);
+  counter(m, out, "spec_decode_num_model_tokens_total", "Tokens that the draft model guessed.", e->spec_model_tokens);
   counter(m, out, "spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", e->spec_accepted_tokens);
   counter(m, out, "engine_steps_total", "Engine steps.", e->n_steps);
   metrics_text_header(out, "submissions_refused_total", "counter",

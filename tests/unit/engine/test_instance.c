@@ -161,6 +161,42 @@ static void test_folding_codecs_repeat(void **state)
   }
 }
 
+/* A draft model, here the model itself: the same answers in far fewer steps; refused where the cache cannot take a token back. */
+static void test_draft_model(void **state)
+{
+  static struct answer plain[2], drafted[2];
+  int32_t prompt[LENGTH];
+  if (!find_model()) skip();
+  for (int with = 0; with < 2; with++) {
+    struct instance *instance = open_instance((struct instance_options){
+        .max_num_seqs = 2, .max_num_batched_tokens = 256, .spec_max_tokens = with ? 5 : 0, .draft_model_path = with ? model_path : NULL});
+    struct answer *answers = with ? drafted : plain;
+    for (int i = 0; i < 2; i++) {
+      prompt_of(i, prompt);
+      finish(instance, submit(instance, prompt, 1, i ? 0.8f : 0), &answers[i], 1);
+      assert_int_equal(answers[i].n, OUTPUT);
+    }
+    struct engine_stats stats;
+    engine_stats(instance_engine(instance), &stats);
+    if (with) print_message("%d guesses, %d of %d verified ones right\n", (int)stats.spec_model_tokens, (int)stats.spec_accepted_tokens,
+                            (int)stats.spec_draft_tokens);
+    if (with) assert_true(stats.spec_model_tokens > 0);
+    instance_close(instance);
+  }
+  assert_memory_equal(plain, drafted, sizeof plain);
+  struct instance *instance = NULL;
+  struct sits_error err = {0};
+  static const struct instance_options bad[] = {{.spec_max_tokens = 4, .kv_codec = "int4"}, {.spec_max_tokens = 0}};
+  for (int i = 0; i < 2; i++) {
+    struct instance_options options = bad[i];
+    options.model_path = options.draft_model_path = model_path;
+    options.device = "cpu";
+    assert_int_equal(instance_open(&options, &instance, &err), SITS_CONFIG);
+    assert_string_equal(err.param, "draft-model");
+  }
+  assert_int_equal(mem_live_blocks(), 0);
+}
+
 static void test_bad_model(void **state)
 {
   struct instance *instance = NULL;
@@ -182,6 +218,6 @@ static void test_bad_model(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_f16), cmocka_unit_test(test_int8), cmocka_unit_test(test_folding_codecs_repeat),
-                                     cmocka_unit_test(test_bad_model)};
+                                     cmocka_unit_test(test_draft_model), cmocka_unit_test(test_bad_model)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
