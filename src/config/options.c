@@ -121,7 +121,7 @@ const struct option_spec options_table[] = {
         "PEM certificates of authorities: with TLS, gRPC clients must then show a certificate that one of them signed."),
 
     STR("audit-log", audit_log, "Audit",
-        "File that gets one hash-chained JSON line for each request that asks for a key: who, what, when, how much, outcome. "
+        "File that gets one hash-chained JSON line for each request but probes and scrapes: who, what, when, how much, outcome. "
         "Default: none. Check it with --verify-audit."),
     BOOL("audit-log-prompts", audit_log_prompts, "false", "Audit", "Write the prompts of generation calls into the audit log too."),
     SIZE("audit-rotate-size", audit_rotate_size, "100M", 4096, 1e13, "Audit",

@@ -76,7 +76,7 @@ static const char man_head[] =
 
 static const char man_tail[] =
   ".SH SIGNALS\n.TP\nTERM, INT\nStop taking requests, let running ones finish for \\fB\\-\\-shutdown\\-timeout\\-s\\fR, and end.\n"
-  "A second signal ends them at once.\n"
+  "A second signal ends them at once.\n.TP\nHUP\nRead the key file and the certificates again.\n"
   ".SH EXIT STATUS\n0 after a stop that was asked for, 1 when starting, loading or checking failed.\n"
   ".SH ENVIRONMENT\n.TP\nSITS_CONFIG\nThe file that \\fB\\-\\-config\\fR names.\n"
   ".TP\nNOTIFY_SOCKET, WATCHDOG_USEC\nSet by systemd: it is told when the model serves, and its watchdog is fed while the engine lives.\n"

@@ -1,6 +1,8 @@
 """The audit log of the running daemon: a line for each request that asks for a key, over HTTP and gRPC, with what it took and how it ended;
 prompts only by option; the chain verifies over restarts and rotations, and damage is named."""
+import hashlib
 import json
+import os
 import subprocess
 import time
 
@@ -35,7 +37,7 @@ def verify(*paths):
 def test_http_and_grpc_requests_are_told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit")
     path = folder / "audit.log"
-    server = start_both(tmp_path_factory, TINY, "--api-key", "top-secret", "--audit-log", path)
+    server = start_both(tmp_path_factory, TINY, "--api-key", "top-secret", "--audit-log", path, "--no-metrics-require-key")
     key = {"Authorization": "Bearer top-secret"}
     assert server.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True},
                        {**key, "X-Request-Id": "one", "X-QoS-Level": "high", "traceparent": TRACE})[0] == 200
@@ -73,6 +75,46 @@ def test_http_and_grpc_requests_are_told(tmp_path_factory):
     text = path.read_text()
     assert "top-secret" not in text and "Once upon" not in text and "prompt\"" not in text
     assert verify(path).returncode == 0
+
+
+def test_refused_scrapes_are_told(tmp_path_factory):
+    path = tmp_path_factory.mktemp("audit") / "audit.log"
+    server = start(tmp_path_factory, TINY, "--api-key", "k" * 20, "--audit-log", path)
+    assert server.get("/metrics", {"Authorization": "Bearer " + "k" * 20})[0] == 200
+    assert server.get("/metrics", {"X-Request-Id": "refused"})[0] == 401
+    assert [(line["id"], line["route"], line["status"]) for line in requests(path, 1)] == [("refused", "/metrics", 401)]
+    assert server.stop() == 0
+
+
+def test_who_is_tenant_and_key_id_and_counts_by_tenant(tmp_path_factory):
+    """Over both front ends; a refused key is nobody; quotas show as outcomes. No key and no hash is ever written."""
+    folder = tmp_path_factory.mktemp("audit")
+    path, keys, entries = folder / "audit.log", {"a": "a" * 30, "b": "b" * 30}, []
+    for name, key in keys.items():
+        salt = os.urandom(16)
+        digest = hashlib.sha256(salt + key.encode()).hexdigest()
+        entries.append({"hash": f"sha256:{salt.hex()}:{digest}", "tenant": f"team-{name}", "id": f"{name}-2026", "roles": ["inference"],
+                        "requests_per_minute": 2})
+    (folder / "keys.yaml").write_text(json.dumps({"keys": entries}))
+    server = start_both(tmp_path_factory, TINY, "--api-key-file", folder / "keys.yaml", "--audit-log", path, "--no-metrics-require-key")
+    body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
+    statuses = [server.post("/v1/completions", body, {"Authorization": f"Bearer {keys[name]}", "X-Request-Id": f"h-{name}-{i}"})[0]
+                for name, n in (("a", 3), ("b", 1)) for i in range(n)]
+    assert statuses == [200, 200, 429, 200]
+    assert server.post("/v1/completions", body, {"Authorization": "Bearer wrong", "X-Request-Id": "h-nobody"})[0] == 401
+    with channel(server) as link:
+        stubs.InferenceStub(link).Generate(pb.GenerateRequest(prompt=["x"], max_tokens=3, ignore_eos=True),
+                                           metadata=[("authorization", f"Bearer {keys['b']}"), ("x-request-id", "g-b")])
+    found = {line["id"]: (line["tenant"], line["key"], line["outcome"]) for line in requests(path, 6)}
+    assert found == {"h-a-0": ("team-a", "a-2026", "OK"), "h-a-1": ("team-a", "a-2026", "OK"),
+                     "h-a-2": ("team-a", "a-2026", "RATE_LIMITED"), "h-b-0": ("team-b", "b-2026", "OK"),
+                     "h-nobody": ("", "", "UNAUTHENTICATED"), "g-b": ("team-b", "b-2026", "OK")}
+    for tenant, outcome, n in (("team-a", "ok", 2), ("team-a", "refused", 1), ("team-b", "ok", 2), ("none", "client_error", 1)):
+        assert server.metric("tenant_requests_total", tenant=tenant, outcome=outcome) == n
+    assert server.metric("tenant_generation_tokens_total", tenant="team-b") == 6
+    assert server.stop() == 0
+    text = path.read_text()
+    assert not any(secret in text for secret in [*keys.values(), *(e["hash"][-64:] for e in entries)])
 
 
 def test_client_that_leaves_is_told_with_what_it_took(tmp_path_factory):

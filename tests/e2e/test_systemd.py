@@ -1,8 +1,10 @@
 """sd_notify: the daemon tells systemd when it serves and when it drains, and feeds the watchdog; the unit file agrees with it."""
 import os
 import re
+import signal
 import socket
 import subprocess
+import threading
 import time
 
 import pytest
@@ -59,6 +61,29 @@ def test_another_process_s_watchdog_is_not_fed(tmp_path_factory):
     manager.read(1)
     assert not [text for _, text in manager.got if "WATCHDOG" in text]
     assert server.stop() == 0
+
+
+def test_a_wedged_engine_starves_the_watchdog(tmp_path_factory):
+    """So systemd restarts the service."""
+    path = str(tmp_path_factory.mktemp("notify") / "socket")
+    manager = Manager(path, path)
+    server = start(tmp_path_factory, TINY, "--liveness-timeout-s", 1, wait=False,
+                   env={"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "200000", "SITS_TEST_WEDGE": "1"})
+    assert manager.read(60 * SLOW, "READY=1")
+    assert manager.read(5 * SLOW, "WATCHDOG=1")
+    server.process.send_signal(signal.SIGUSR2)
+    asker = threading.Thread(target=server.post, args=("/v1/completions", {"prompt": "Once", "max_tokens": 100}))
+    asker.start()
+    end = time.time() + 20 * SLOW
+    while server.get("/health/live")[0] == 200:
+        assert time.time() < end
+        time.sleep(0.05)
+    manager.read(0.3)
+    manager.got.clear()
+    manager.read(1.5)
+    assert not manager.got, manager.got
+    assert server.stop() == 0
+    asker.join()
 
 
 def test_failed_loading_is_never_ready(tmp_path):

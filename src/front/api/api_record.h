@@ -34,7 +34,7 @@ struct api_record {
   const char *verb;                /* HTTP method; NULL for gRPC */
   const char *tenant, *key;        /* who: tenant and key id; "" when keys are not in use or the key was refused */
   const char *peer;                /* address, "" when unknown */
-  bool is_public;                  /* a route that asks for no key: health, and metrics without metrics-require-key */
+  bool is_public;                  /* a probe or a scrape that was answered: they come by the second and say nothing of anyone */
   enum api_kind kind;              /* 0: no call of the api */
   const struct api_request *request; /* NULL when it did not parse */
   const char *model;               /* name served; NULL likewise */

@@ -30,7 +30,7 @@ struct audit_options {
 /* SITS_IO, SITS_FORMAT (PATH is there and its last line is no audit line), SITS_CONFIG (another process writes it). metrics is borrowed. */
 enum sits_status audit_open(const struct audit_options *options, struct metrics *metrics, struct audit **out, struct sits_error *err)
     SITS_MUST_CHECK;
-/* Public routes are left out: probes and scrapes come by the second and say nothing of anyone. Never waits. */
+/* Public records (answered probes and scrapes) are left out. Never waits. */
 void audit_record(struct audit *audit, const struct api_record *record);
 /* Write what is queued and an end line; NULL is fine. */
 void audit_close(struct audit *audit);

@@ -58,11 +58,11 @@ static void observe(const struct http_request *request)
   const struct http_route *route = request->route >= 0 ? &http_routes[request->route] : NULL;
   struct api_record record = {.transport = "http", .id = request->id, .route = route ? route->path : "?", .verb = request->verb,
                               .tenant = access_tenant_name(request->grant), .key = access_key_id(request->grant), .peer = request->peer,
-                              .kind = route ? route->kind : 0, .code = request->status,
-                              .status = request->outcome, .client_left = request->was_cut, .started_unix_us = request->started_unix_us,
+                              .kind = route ? route->kind : 0, .code = request->status, .status = request->outcome,
+                              .client_left = request->was_cut, .started_unix_us = request->started_unix_us,
                               .started_us = request->started_us, .received_us = request->received_us, .ended_us = request->ended_us,
                               .parent = &request->parent};
-  record.is_public = route && !http_route_roles(server, route);
+  record.is_public = route && !record.status && (!route->roles || route->roles == ACCESS_METRICS);
   if (request->was_cut && !record.status) record.status = SITS_CANCELLED;
   if (request->call) api_record_call(&record, request->call);
   api_observe(server->api, &record);

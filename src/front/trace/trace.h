@@ -28,7 +28,7 @@ struct trace_options {
 /* The strings are copied. SITS_CONFIG names an endpoint or header that cannot be used. metrics is borrowed. */
 enum sits_status trace_open(const struct trace_options *options, struct metrics *metrics, struct trace **out, struct sits_error *err)
     SITS_MUST_CHECK;
-/* Public routes (probes, scrapes) are left out. Never waits. */
+/* Public records (answered probes and scrapes) are left out. Never waits. */
 void trace_record(struct trace *trace, const struct api_record *record);
 /* One try to send what is queued, at most two seconds; NULL is fine. */
 void trace_close(struct trace *trace);
