@@ -100,7 +100,8 @@ def overload(a):
                "--max-model-len", 2048, "--no-enable-prefix-caching", "--speculative-tokens", 0]
     server = Server(a.bin, a.model, *options)
     shape = ["--prompt-tokens", a.prompt_tokens, "--output-tokens", a.output_tokens, "--n-vocab", 400]
-    full = load(a.bin, server, "--concurrency", a.max_num_seqs, "--duration-s", a.calibrate_s, "--requests", 100000, *shape)
+    at_once = min(a.max_num_seqs, a.max_queued)
+    full = load(a.bin, server, "--concurrency", at_once, "--duration-s", a.calibrate_s, "--requests", 100000, *shape)
     can_do = full["done"] / full["seconds"]
     samples, stop = [], threading.Event()
 

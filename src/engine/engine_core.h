@@ -94,6 +94,7 @@ struct engine_stats {
   uint64_t spec_drafts, spec_draft_tokens, spec_accepted_tokens;
   uint64_t spec_model_tokens;    /* guessed by the draft model, whether or not they were then verified */
   double step_us_ewma;           /* recent time of a step */
+  double serial_us_ewma;         /* of it, from the end of one batch to the start of the next: what nothing overlaps */
   double itl_p99_us;             /* sliding window over running streams */
   struct engine_histogram ttft_seconds, itl_seconds, tpot_seconds, e2e_seconds, queue_seconds, prefill_seconds, decode_seconds,
       scheduling_seconds, inference_seconds,
@@ -119,8 +120,8 @@ bool engine_step_once(struct sits_engine *engine);
 
 void engine_stats(struct sits_engine *engine, struct engine_stats *out);
 enum engine_state engine_state(const struct sits_engine *engine);
-/* Monotonic time of the newest turn of the loop. The loop turns at least every 100 ms when idle; while a step computes it stands still,
- * so an age of many seconds means a wedged device. */
+/* Monotonic time of the newest turn of the loop, or of the newest part of a step on a backend whose steps can be long. The loop turns at
+ * least every 100 ms when idle, so an age of many seconds means a wedged device. */
 int64_t engine_heartbeat_us(const struct sits_engine *engine);
 void engine_limits(const struct sits_engine *engine, struct engine_limits *out);
 /* A guess at how long a refused client should wait, in whole seconds, at least 1: waiting work over the recent rate. */

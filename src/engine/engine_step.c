@@ -126,6 +126,9 @@ static void forward_and_sample(struct sits_engine *engine)
 {
   struct backend_result result = {0};
   int64_t started_us = clock_monotonic_us();
+  if (engine->is_continuous) {
+    engine->stats.serial_us_ewma += 0.1 * ((double)(started_us - engine->last_step_end_us) - engine->stats.serial_us_ewma);
+  }
   enum sits_status status = engine_submit_batch(engine);
   if (status == SITS_OK && engine->options.overlap) overlap(engine);
   if (status == SITS_OK) status = engine_wait_batch(engine, &result);

@@ -40,8 +40,8 @@ static const struct option_spec specs[] = {
     {"draft", OPTION_INT, AT(draft), "8", 1, 64, "tokens", 0, NULL, "speculation", "Longest draft."},
     {"seconds", OPTION_INT, AT(seconds), "30", 1, 3600, "s", 0, NULL, "classes, tenants", "Each run."},
     {"itl-target-ms", OPTION_FLOAT, AT(itl_target_ms), "0", 0, 1e5, "ms", 0, NULL, "classes, tenants", "Inter-token target."},
-    {"targets", OPTION_STRING, AT(targets), "0,150,200,300", 0, 0, "", 0, NULL, "stall",
-     "Targets in percent of the undisturbed P99; 0: whole prompts."},
+    {"targets", OPTION_STRING, AT(targets), "1,150,200,300", 0, 0, "", 0, NULL, "stall",
+     "Targets in percent of the undisturbed P99; below 100: no target, whole prompts."},
     {"quiet-ms", OPTION_FLOAT, AT(quiet_ms), "0", 0, 1e5, "ms", 0, NULL, "stall", "Undisturbed P99; 0: of the case of whole prompts."},
     {"json", OPTION_STRING, AT(json), "", 0, 0, "", 0, NULL, "Options", "File for the result; default stdout."},
 };
@@ -191,10 +191,10 @@ static bool run_stall(const struct engine_bench_options *o, json_t *rows)
   struct stall s;
   double quiet = o->quiet_ms;
   for (int i = 0; i < n; i++) {
-    bool is_whole = percents[i] == 0;
+    bool is_whole = percents[i] < 100;
     double target = is_whole ? 0 : quiet * (double)percents[i] / 100;
     if (!is_whole && quiet <= 0) {
-      fprintf(stderr, "sits2026-bench engine: begin --targets with 0, or give --quiet-ms\n");
+      fprintf(stderr, "sits2026-bench engine: begin --targets with 1, or give --quiet-ms\n");
       return false;
     }
     if (!measure_stall(o, target, is_whole, &s)) return false;

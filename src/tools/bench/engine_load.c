@@ -11,7 +11,7 @@
 
 enum { MOST_LIVE = 400, MOST_PROMPT = 256, QUEUE = 128, WARM_US = 3000000 };
 
-static const double OVERLOAD = 4, HIGH_LOAD = 0.1; /* of what the machine can do */
+static const double OVERLOAD = 4, HIGH_LOAD = 0.3; /* of what the machine can do */
 
 /* One kind of client: open loop with Poisson arrivals at a rate, or closed loop with so many at a time. */
 struct kind {
@@ -25,6 +25,9 @@ struct kind {
   double *ttft_ms;                 /* [n_sent] at most; owned by the caller */
   int64_t n_ttft;
 };
+
+/* What the engine itself took. */
+struct engine_time { double step_us, serial_us; };
 
 struct client { struct sits_request *request; struct kind *kind; int64_t n; };
 
@@ -83,7 +86,7 @@ static void take(struct client *client, bool is_warm, int64_t most_ttft)
 }
 
 /* All kinds together for the options' seconds after a warm-up. */
-static bool run_kinds(const struct engine_bench_options *o, struct kind *kinds, int32_t n_kinds)
+static bool run_kinds(const struct engine_bench_options *o, struct kind *kinds, int32_t n_kinds, struct engine_time *time)
 {
   enum { MOST_TTFT = 100000 };
   struct engine_run run;
@@ -102,6 +105,9 @@ static bool run_kinds(const struct engine_bench_options *o, struct kind *kinds, 
       for (int32_t k = 0; k < n_kinds; k++) arrive(&run, clients, &kinds[k], now_us, n_vocab);
       for (int32_t i = 0; i < MOST_LIVE; i++) take(&clients[i], now_us >= warm_us, MOST_TTFT);
     }
+    struct engine_stats stats;
+    engine_stats(run.engine, &stats);
+    *time = (struct engine_time){stats.step_us_ewma, stats.serial_us_ewma};
     for (int32_t i = 0; i < MOST_LIVE; i++) sits_request_release(clients[i].request);
     instance_close(run.instance);
   }
@@ -129,19 +135,21 @@ bool engine_bench_classes(const struct engine_bench_options *o, json_t *rows)
   const struct kind low = {.name = "low", .service_class = SITS_CLASS_LOW, .tenant = 2, .n_prompt = 192, .n_output = 32};
   struct kind full[1] = {low}, alone[1] = {{.name = "high", .service_class = SITS_CLASS_HIGH, .tenant = 1, .n_prompt = 96, .n_output = 16}};
   full[0].concurrency = 32;
-  if (!run_kinds(o, full, 1)) return false;
+  struct engine_time time;
+  if (!run_kinds(o, full, 1, &time)) return false;
   double can_do = (double)full[0].n_done / (double)o->seconds;
   json_array_append_new(rows, row_of("capacity", o, &full[0]));
   alone[0].rate = HIGH_LOAD * can_do;
   struct kind both[2] = {alone[0], low};
   both[1].rate = OVERLOAD * can_do;
-  if (!run_kinds(o, alone, 1) || !run_kinds(o, both, 2)) return false;
+  if (!run_kinds(o, alone, 1, &time) || !run_kinds(o, both, 2, &time)) return false;
   double p99_alone = bench_percentile(alone[0].ttft_ms, alone[0].n_ttft, 99), p99 = bench_percentile(both[0].ttft_ms, both[0].n_ttft, 99);
   fprintf(stderr, "classes: high class first token p99 %.1f ms alone, %.1f ms under overload: %.2fx\n", p99_alone, p99, p99 / p99_alone);
   json_array_append_new(rows, row_of("alone", o, &alone[0]));
   json_array_append_new(rows, row_of("overload", o, &both[0]));
   json_array_append_new(rows, row_of("overload", o, &both[1]));
-  json_array_append_new(rows, json_pack("{s:s, s:f}", "case", "summary", "ttft_p99_ratio", p99 / p99_alone));
+  json_array_append_new(rows, json_pack("{s:s, s:f, s:f, s:f}", "case", "summary", "ttft_p99_ratio", p99 / p99_alone, "step_us",
+                                        time.step_us, "serial_us", time.serial_us));
   return true;
 }
 
@@ -150,11 +158,13 @@ bool engine_bench_tenants(const struct engine_bench_options *o, json_t *rows)
   struct kind kinds[2] = {{.name = "few", .tenant = 1, .n_prompt = 128, .n_output = 24, .concurrency = 10},
                           {.name = "many", .tenant = 2, .n_prompt = 128, .n_output = 24, .concurrency = 100}};
   for (int i = 0; i < 2; i++) kinds[i].service_class = SITS_CLASS_NORMAL;
-  if (!run_kinds(o, kinds, 2)) return false;
+  struct engine_time time;
+  if (!run_kinds(o, kinds, 2, &time)) return false;
   double share = (double)kinds[0].n_tokens / (double)(kinds[0].n_tokens + kinds[1].n_tokens);
   fprintf(stderr, "tenants: the one with a tenth of the requests gets %.1f %% of the tokens\n", 100 * share);
   json_array_append_new(rows, row_of("tenants", o, &kinds[0]));
   json_array_append_new(rows, row_of("tenants", o, &kinds[1]));
-  json_array_append_new(rows, json_pack("{s:s, s:f}", "case", "summary", "share_of_tokens", share));
+  json_array_append_new(rows, json_pack("{s:s, s:f, s:f, s:f}", "case", "summary", "share_of_tokens", share, "step_us", time.step_us,
+                                        "serial_us", time.serial_us));
   return true;
 }

@@ -1,5 +1,7 @@
 /* The CPU's KV codecs and page memory: what is stored comes back as the naive twins say, attention over every codec matches attention over
  * those numbers, results do not depend on how tokens were batched, and pages copied, swapped or recycled keep their contents. */
+#include <stdatomic.h>
+
 #include "rig.h"
 #include "synth.h"
 
@@ -344,6 +346,30 @@ static void test_two_groups_each(void **state)
   synth_fini(&synth);
 }
 
+static void count_call(void *user) { atomic_fetch_add((atomic_int *)user, 1); }
+
+/* A long batch shows that it lives: several calls a layer, all before it is over. */
+static void test_progress(void **state)
+{
+  (void)state;
+  struct synth synth;
+  synth_init(&synth, &shape, 10);
+  for (int threads = 1; threads <= 2; threads++) {
+    struct rig rig = open_rig(&synth, KV_F16, threads);
+    int32_t tokens[2] = {1, 2}, positions[2] = {0, 1}, starts[2] = {0, 2}, len = 2, table = 0, row = 1;
+    atomic_int n_calls = 0;
+    const struct backend_batch batch = {.n_tokens = 2, .n_seqs = 1, .n_rows = 1, .tokens = tokens, .positions = positions,
+                                        .seq_start = starts, .kv_len = &len, .block_table = &table, .table_stride = 1, .row_token = &row,
+                                        .progress = count_call, .progress_user = &n_calls};
+    struct backend_result result;
+    assert_int_equal(rig.vt->submit(rig.compiled, rig.kv, &batch), SITS_OK);
+    assert_int_equal(rig.vt->wait(rig.compiled, &result), SITS_OK);
+    assert_true(atomic_load(&n_calls) >= 4);
+    rig_close(&rig);
+  }
+  synth_fini(&synth);
+}
+
 static void test_refusals(void **state)
 {
   (void)state;
@@ -418,7 +444,8 @@ int main(void)
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_round_trips), cmocka_unit_test(test_page_bytes),
                                      cmocka_unit_test(test_batching_does_not_matter), cmocka_unit_test(test_copied_pages),
                                      cmocka_unit_test(test_swapped_pages), cmocka_unit_test(test_recycled_slots),
-                                     cmocka_unit_test(test_two_groups_each), cmocka_unit_test(test_refusals),
+                                     cmocka_unit_test(test_two_groups_each), cmocka_unit_test(test_progress),
+                                     cmocka_unit_test(test_refusals),
                                      cmocka_unit_test(test_out_of_memory)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
