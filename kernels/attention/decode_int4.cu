@@ -17,9 +17,8 @@
  *   The loader looks up the pages of 32 units at a time, a lane each, so that no copy waits for a block table entry of its own.
  * Numerics: int4 keys and values as folded nibbles (16+q, 256+q), offsets taken off by products with constant rows; fp4 ones as f16
  *   numbers 2^-14 times as large (subnormal ones included, which tensor cores take), the factor restored in f32; K scales on the f32
- * scores,
- *   V scales on the f16 probabilities; running maximum in f32, base-2 exponentials; parts are merged in CTA order by the last to arrive,
- *   so
+ *   scores, V scales on the f16 probabilities; a running reference near the maximum in f32, base-2 exponentials; parts are merged in CTA
+ *   order by the last to arrive, so
  *   results do not depend on timing. Empty and masked positions have probability exactly 0. Tolerance against the f64 twin 5e-4 of the
  *   norm.
  * Limits: D 64 or 128, H/G <= 8, S <= 1024, sm_90; anything else goes to attn_any.
@@ -33,7 +32,7 @@
 namespace {
 
 constexpr int WARPS = 4, WARP_LOAD = 4, WARP_K = 5, STAGES = 4, CTAS_PER_SM = 3, MAX_SEQS = 1024;
-constexpr float FP4_FACTOR = 16384.f;
+constexpr float FP4_FACTOR = 16384.f, SLACK = 6.f;
 constexpr int THREADS = 160, FUSED_THREADS = 224; /* four consumer warps, the loader; fused: one more for k, one for v */
 
 struct params {
@@ -345,26 +344,28 @@ SITS_DEV void attend_page(state<D> &st, const uint32_t (&q)[D / 16][2], const fl
       sc[0] += f.x * part[0], sc[1] += f.x * part[1], sc[2] += f.y * part[2], sc[3] += f.y * part[3];
     }
   }
-#pragma unroll
-  for (int e = 0; e < 4; e++) sc[e] *= scale;
   if (lo > 0 || len < K_PAGE_TOKENS) { /* the first or last page of a sequence */
     const int tok = warp * 16 + g;     /* in the page, like lo and len */
     if (tok < lo || tok >= len) sc[0] = sc[1] = -INFINITY;
     if (tok + 8 < lo || tok + 8 >= len) sc[2] = sc[3] = -INFINITY;
   }
-  float x0 = fmaxf(sc[0], sc[2]), x1 = fmaxf(sc[1], sc[3]);
+  /* The reference m need not be the maximum, only near it: it moves when a score lies more than SLACK above, so that most pages need no
+   * reduction. Probabilities stay below 2^SLACK. */
+  const float above = fmaxf(fmaxf(fmaf(sc[0], scale, -st.m0), fmaf(sc[2], scale, -st.m0)),
+                            fmaxf(fmaf(sc[1], scale, -st.m1), fmaf(sc[3], scale, -st.m1)));
+  if (__any_sync(~0u, above > SLACK)) {
+    float x0 = fmaxf(sc[0], sc[2]) * scale, x1 = fmaxf(sc[1], sc[3]) * scale;
 #pragma unroll
-  for (int d = 4; d < 32; d <<= 1) x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, d)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, d));
-  const float n0 = fmaxf(st.m0, x0), n1 = fmaxf(st.m1, x1);
-  if (__any_sync(~0u, n0 > st.m0 || n1 > st.m1)) {
-    const float f0 = exp2_fast(st.m0 - n0), f1 = exp2_fast(st.m1 - n1);
+    for (int d = 4; d < 32; d <<= 1) x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, d)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, d));
+    const float n0 = fmaxf(st.m0, x0), n1 = fmaxf(st.m1, x1), f0 = exp2_fast(st.m0 - n0), f1 = exp2_fast(st.m1 - n1);
     st.l0 *= f0, st.l1 *= f1, st.m0 = n0, st.m1 = n1;
 #pragma unroll
     for (int i = 0; i < D / 16; i++) st.o[i][0] *= f0, st.o[i][1] *= f1, st.o[i][2] *= f0, st.o[i][3] *= f1;
 #pragma unroll
     for (int i = 0; i < (FP4 ? 0 : G32); i++) st.os[i][0] *= f0, st.os[i][1] *= f1;
   }
-  const float p0 = exp2_fast(sc[0] - st.m0), p1 = exp2_fast(sc[1] - st.m1), p2 = exp2_fast(sc[2] - st.m0), p3 = exp2_fast(sc[3] - st.m1);
+  const float p0 = exp2_fast(fmaf(sc[0], scale, -st.m0)), p1 = exp2_fast(fmaf(sc[1], scale, -st.m1)),
+              p2 = exp2_fast(fmaf(sc[2], scale, -st.m0)), p3 = exp2_fast(fmaf(sc[3], scale, -st.m1));
   st.l0 += p0 + p2, st.l1 += p1 + p3;
   const uint32_t c0 = movmatrix_trans(pack_half2(p0, p1)), c1 = movmatrix_trans(pack_half2(p2, p3));
 #pragma unroll
