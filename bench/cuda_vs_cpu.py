@@ -31,8 +31,8 @@ def perplexity(given, path, device, codec):
 
 
 def greedy(given, path, device):
-    return evaluate("greedy", "--model", path, "--device", device, "--kv-cache-dtype", "f16", "--prompts", given.prompts, "--max-tokens", 128,
-                    "--parse-special")
+    return evaluate("greedy", "--model", path, "--device", device, "--kv-cache-dtype", "f16", "--prompts", given.prompts,
+                    "--max-tokens", 128, "--parse-special")
 
 
 def partings(cpu, cuda):
@@ -51,8 +51,9 @@ def measure(given, path):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:  # the device's run beside the processor's
         for codec in given.codecs.split(","):
             cpu, cuda = pool.map(lambda device: perplexity(given, path, device, codec)["perplexity"], ("cpu", "cuda"))
-            row["perplexity"][codec] = {"cpu": round(cpu, 4), "cuda": round(cuda, 4), "difference_percent": round(100 * (cuda / cpu - 1), 3)}
-            print(f"{path.name:18} {codec:5} cpu {cpu:.4f}  cuda {cuda:.4f}  {100 * (cuda / cpu - 1):+.3f} %", flush=True)
+            percent = round(100 * (cuda / cpu - 1), 3)
+            row["perplexity"][codec] = {"cpu": round(cpu, 4), "cuda": round(cuda, 4), "difference_percent": percent}
+            print(f"{path.name:18} {codec:5} cpu {cpu:.4f}  cuda {cuda:.4f}  {percent:+.3f} %", flush=True)
         cpu, cuda = pool.map(lambda device: greedy(given, path, device), ("cpu", "cuda"))
     row["greedy"] = {"prompts": len(cpu), "equal": len(cpu) - len(partings(cpu, cuda)), "partings": partings(cpu, cuda)}
     print(f"{path.name:18} greedy {row['greedy']['equal']} of {len(cpu)} equal", flush=True)

@@ -173,7 +173,9 @@ enum k_act_form {
   K_ACT_ROW_E4M3,  /* [T][k_blocks*128] e4m3 */
   K_ACT_FRAG_F16,  /* frag of m = `tile` tokens; padding is not written (the buffer is zeroed once) */
 };
-/* Rounding before that, in groups of 32 columns (tensor/act_format.h has the formulas); f16 forms only, width a multiple of 32. */
+/* Rounding before that, in groups of 32 columns (tensor/act_format.h has the formulas); f16 forms only, width a multiple of 32. Before the
+ * rounding, if any, runs of `rotation` columns are multiplied by the orthonormal Walsh-Hadamard matrix; f16 forms only too. */
+#define K_MOST_ROTATION 4096
 enum k_act_round { K_ROUND_NONE, K_ROUND_INT8, K_ROUND_INT4 };
 struct k_act {
   enum k_act_form form;
@@ -183,6 +185,7 @@ struct k_act {
   int32_t *sum;               /* [T], K_ACT_TILE_S8: sum of the row's q */
   enum k_act_round round;
   const uint8_t *outliers;    /* K_ROUND_INT4: bit c % 8 of byte c / 8: column c is rounded to 8 bits, one scale a row; NULL = none */
+  int32_t rotation;           /* 0 = none; a power of two up to K_MOST_ROTATION that divides the width */
 };
 
 /* h += sum of slabs in order; out = form(rms_norm(h) * gain). One CTA per output row. With row_token h is not written back. */
@@ -249,8 +252,9 @@ int sits_k_rope_append(const struct k_rope_append *args, struct k_stream at);
 struct k_kv_gather {
   struct k_kv_view kv;
   int32_t seq0, n_seqs;       /* which sequences */
-  const int32_t *offset;      /* [S] on the device */
-  int32_t max_pages;          /* of any of them */
+  const int32_t *offset;      /* [S] on the device; NULL: 0 */
+  int32_t first_page;         /* pages before this one of each sequence are there already */
+  int32_t max_pages;          /* of any of them, from first_page on */
   int64_t capacity;           /* rows */
   void *k, *v;
   bool skip_single;
@@ -264,18 +268,24 @@ struct k_attn_prefill {
   const void *q;              /* [T][H*D] f16 */
   const void *k, *v;          /* as k_kv_gather wrote them */
   int64_t capacity;
-  const int32_t *offset;      /* [S] */
+  const int32_t *offset;      /* [S]; NULL: 0 */
   int32_t seq0, n_seqs;
   int32_t max_new;            /* most tokens of one of these sequences in the step */
   void *out;                  /* [T][H*D] f16 */
   bool skip_single;
+  /* wgmma form only: where the tiles of queries do not fill the device, keys are split over several CTAs */
+  int32_t max_keys;           /* most cached tokens of one of these sequences; 0 = no splitting */
+  float *workspace;           /* k_attn_prefill_workspace_bytes, or NULL = no splitting */
 };
+size_t k_attn_prefill_workspace_bytes(int32_t n_sm, int32_t head_dim);
+/* CTAs that share the keys of one tile of queries. */
+int32_t k_attn_prefill_splits(int32_t n_sm, int32_t n_ctas, int32_t max_keys);
 bool k_attn_prefill_takes(int32_t head_dim);
 int sits_k_attn_prefill_init(void);
 int sits_k_attn_prefill(const struct k_attn_prefill *args, struct k_stream at);
 /* The same by wgmma over tiled keys and values; compute capability 9. */
 int sits_k_attn_prefill_sm90_init(void);
-int sits_k_attn_prefill_sm90(const struct k_attn_prefill *args, struct k_stream at);
+int sits_k_attn_prefill_sm90(const struct k_attn_prefill *args, int32_t n_sm, struct k_stream at);
 
 /* Any codec, any D <= 256, one warp per token and head, straight from the pages: correct, not fast. */
 struct k_attn_any {

@@ -149,7 +149,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) attn_prefill_kern
   const int tile_lo = lo / KEYS, tile_hi = last_pos / KEYS;
   const uint32_t q_at = smem_addr(smem), kv_at = q_at + QUERIES * D * 2;
   constexpr int MATRIX = KEYS * D * 2;
-  const size_t base = ((size_t)(head / (kv.n_heads / kv.n_kv_heads)) * a.capacity + a.offset[seq]) * D;
+  const size_t base = ((size_t)(head / (kv.n_heads / kv.n_kv_heads)) * a.capacity + (a.offset ? a.offset[seq] : 0)) * D;
   const __half *k = (const __half *)a.k + base, *v = (const __half *)a.v + base;
   load_rows<D>(q_at, (const __half *)a.q + ((size_t)(begin + t0) * kv.n_heads + head) * D, (size_t)kv.n_heads * D, QUERIES, n_rows);
   load_rows<D>(kv_at, k + (size_t)tile_lo * KEYS * D, D, KEYS, KEYS);

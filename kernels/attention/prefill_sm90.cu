@@ -4,6 +4,8 @@
  *   [D/64 slabs][128 keys][64 values] with 16-byte chunk c of key r at c ^ (r & 7); keys beyond the sequence are zeros.
  * Work split: a CTA takes 128 tokens of one sequence and one query head: two warpgroups of 64 rows and a loader warp; keys in tiles of
  * 128.
+ *   Where there are fewer CTAs than SMs (short chunks of long prompts), each is split over its key tiles; the parts go to a workspace and
+ *   a second kernel merges them, a warp per row.
  *   Token tiles run from the last (longest) to the first. A warpgroup skips nothing: tiles that only the other one sees are masked.
  * Shared memory: q 256 D, two stages of K and of V of 256 D bytes each: 160 KiB at D = 128, one CTA per SM, at most 224 registers.
  * Pipeline: the loader brings K and V of a tile by one bulk copy each, full[stage] counts bytes, empty[stage] the two warpgroups. Inside
@@ -26,13 +28,16 @@ constexpr int QUERIES = 128, KEYS = 128, STAGES = 2, THREADS = 288;
 struct params {
   k_attn_prefill a;
   float scale;
-  int n_tiles;
+  int n_tiles, n_splits;
 };
 
 template <int D> struct shape {
   static constexpr int SLABS = D / 64, SLAB = KEYS * 128, TILE = SLABS * SLAB; /* bytes of q, of a K tile, of a V tile alike */
   static constexpr int SMEM = 1024 + TILE + 2 * STAGES * TILE;
 };
+
+/* A part of a CTA's rows, in the workspace: [128][D] values (not divided by the sum), then [128] maxima, [128] sums. */
+template <int D> constexpr int PART = QUERIES * (D + 2);
 
 #if SITS_SM90
 struct bounds {
@@ -95,8 +100,9 @@ template <int D> SITS_DEV void softmax_tile(float (&s)[64], float (&o)[D / 2], f
   }
 }
 
-template <int D>
-SITS_DEV void attend(const params &args, const bounds &b, uint32_t q, uint32_t ring, uint32_t full, uint32_t empty, __half *out) {
+/* part: NULL, or where the rows go instead of out. */
+template <int D> SITS_DEV void attend(const params &args, const bounds &b, uint32_t q, uint32_t ring, uint32_t full, uint32_t empty,
+                                      __half *out, float *part) {
   using C = shape<D>;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row = warp * 16 + g; /* 0..127 */
   const uint32_t my_q = q + (warp >> 2) * 64 * 128;
@@ -136,6 +142,13 @@ SITS_DEV void attend(const params &args, const bounds &b, uint32_t q, uint32_t r
     sum += __shfl_xor_sync(~0u, sum, 2);
     const float inv = sum > 0.f ? 1.f / sum : 0.f;
     if (row + h * 8 >= b.n_rows) continue;
+    if (part != NULL) {
+      float *values = part + (row + h * 8) * D;
+#pragma unroll
+      for (int j = 0; j < D / 8; j++) *(float2 *)(values + j * 8 + t * 2) = make_float2(o[j * 4 + h * 2], o[j * 4 + h * 2 + 1]);
+      if (t == 0) part[QUERIES * D + row + h * 8] = m[h], part[QUERIES * (D + 1) + row + h * 8] = sum;
+      continue;
+    }
     uint32_t *to = (uint32_t *)(out + (size_t)(row + h * 8) * args.a.kv.n_heads * D);
 #pragma unroll
     for (int j = 0; j < D / 8; j++) to[j * 4 + t] = pack_half2(o[j * 4 + h * 2] * inv, o[j * 4 + h * 2 + 1] * inv);
@@ -150,7 +163,8 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attn_prefill_sm90
   grid_trigger();
   const k_attn_prefill &a = args.a;
   const k_kv_view &kv = a.kv;
-  const int tile = args.n_tiles - 1 - blockIdx.x, head = blockIdx.y, seq = a.seq0 + blockIdx.z;
+  const int tile = args.n_tiles - 1 - (int)blockIdx.x / args.n_splits, split = (int)blockIdx.x % args.n_splits;
+  const int head = blockIdx.y, seq = a.seq0 + blockIdx.z;
   const int begin = kv.seq_start[seq], n_new = kv.seq_start[seq + 1] - begin, t0 = tile * QUERIES;
   if (t0 >= n_new || (a.skip_single && n_new == 1)) {
     grid_wait();
@@ -159,6 +173,8 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attn_prefill_sm90
   bounds b;
   b.first_pos = kv.kv_len[seq] - n_new + t0, b.n_rows = min(QUERIES, n_new - t0), b.window = kv.window;
   b.tile_lo = kv.window > 0 ? max(0, b.first_pos - kv.window + 1) / KEYS : 0, b.tile_hi = (b.first_pos + b.n_rows - 1) / KEYS;
+  const int key_tiles = b.tile_hi - b.tile_lo + 1;
+  b.tile_hi = b.tile_lo + key_tiles * (split + 1) / args.n_splits - 1, b.tile_lo += key_tiles * split / args.n_splits;
   const uint32_t full = smem_addr(smem), empty = full + 8 * STAGES, q = full + 1024, ring = q + C::TILE;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, 8);
@@ -168,7 +184,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attn_prefill_sm90
   grid_wait();
   if (threadIdx.x >= 256) { /* loader */
     if (threadIdx.x > 256) return;
-    const size_t first = ((size_t)(head / (kv.n_heads / kv.n_kv_heads)) * a.capacity + a.offset[seq]) * D;
+    const size_t first = ((size_t)(head / (kv.n_heads / kv.n_kv_heads)) * a.capacity + (a.offset ? a.offset[seq] : 0)) * D;
     int slot = 0;
     uint32_t parity = 1;
     for (int j = b.tile_lo; j <= b.tile_hi; j++) {
@@ -183,21 +199,66 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attn_prefill_sm90
   load_queries<D>(a, smem + 1024, begin + t0, b.n_rows, head);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); /* the tensor cores read what ordinary stores wrote */
   asm volatile("bar.sync 1, 256;" ::: "memory");
-  attend<D>(args, b, q, ring, full, empty, (__half *)a.out + ((size_t)(begin + t0) * kv.n_heads + head) * D);
+  const size_t cta = ((size_t)blockIdx.z * gridDim.y + head) * gridDim.x + blockIdx.x;
+  attend<D>(args, b, q, ring, full, empty, (__half *)a.out + ((size_t)(begin + t0) * kv.n_heads + head) * D,
+            args.n_splits > 1 ? a.workspace + cta * PART<D> : NULL);
 #endif
 }
+
+/* Rows of the parts -> out. A warp per row, grid as above but for x: sixteenths of a tile of queries. */
+template <int D> __global__ void __launch_bounds__(256) attn_prefill_merge_kernel(const __grid_constant__ params args) {
+  grid_trigger();
+  const k_attn_prefill &a = args.a;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, seq = a.seq0 + blockIdx.z;
+  const int tile = args.n_tiles - 1 - (int)blockIdx.x / 16, row = (int)blockIdx.x % 16 * 8 + warp;
+  const int begin = a.kv.seq_start[seq], n_new = a.kv.seq_start[seq + 1] - begin, t = tile * QUERIES + row;
+  grid_wait();
+  if (t >= n_new || (a.skip_single && n_new == 1)) return;
+  const size_t cta = ((size_t)blockIdx.z * gridDim.y + head) * args.n_tiles * args.n_splits + (size_t)(blockIdx.x / 16) * args.n_splits;
+  const float *part = a.workspace + cta * PART<D>;
+  float top = -1e30f, sum = 0.f, v[D / 32] = {};
+  for (int i = 0; i < args.n_splits; i++) top = fmaxf(top, __ldcg(part + i * PART<D> + QUERIES * D + row));
+  for (int i = 0; i < args.n_splits; i++) {
+    const float *p = part + i * PART<D>, f = exp2_fast(__ldcg(p + QUERIES * D + row) - top);
+    sum += f * __ldcg(p + QUERIES * (D + 1) + row);
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) v[j] += f * __ldcg(p + row * D + lane + j * 32);
+  }
+  const float inv = sum > 0.f ? 1.f / sum : 0.f;
+#pragma unroll
+  for (int j = 0; j < D / 32; j++)
+    ((__half *)a.out)[((size_t)(begin + t) * a.kv.n_heads + head) * D + lane + j * 32] = __float2half_rn(v[j] * inv);
+}
+
+constexpr int MOST_SPLITS = 16, LEAST_TILES = 2; /* of keys, for one part */
 } // namespace
+
+extern "C" size_t k_attn_prefill_workspace_bytes(int32_t n_sm, int32_t head_dim) {
+  return (size_t)n_sm * QUERIES * (head_dim + 2) * sizeof(float);
+}
+
+/* As many as fit the device at one CTA an SM; one where they would be shorter than the merge is worth. */
+extern "C" int32_t k_attn_prefill_splits(int32_t n_sm, int32_t n_ctas, int32_t max_keys) {
+  const int32_t key_tiles = (max_keys + KEYS - 1) / KEYS, by_device = n_sm / (n_ctas > 0 ? n_ctas : 1), by_keys = key_tiles / LEAST_TILES;
+  const int32_t n = by_device < by_keys ? by_device : by_keys;
+  return n < 1 ? 1 : n > MOST_SPLITS ? MOST_SPLITS : n;
+}
 
 extern "C" int sits_k_attn_prefill_sm90_init(void) {
   int e = prepare_kernel(attn_prefill_sm90_kernel<64>, shape<64>::SMEM);
   return e ? e : prepare_kernel(attn_prefill_sm90_kernel<128>, shape<128>::SMEM);
 }
 
-extern "C" int sits_k_attn_prefill_sm90(const struct k_attn_prefill *a, struct k_stream at) {
-  if (!k_attn_prefill_takes(a->kv.head_dim)) return cudaErrorInvalidValue;
-  params p = {*a, 1.4426950408889634f / sqrtf((float)a->kv.head_dim), (a->max_new + QUERIES - 1) / QUERIES};
-  const dim3 grid(p.n_tiles, a->kv.n_heads, a->n_seqs), block(THREADS);
+template <int D> static int launch_prefill(const k_attn_prefill &a, int32_t n_sm, k_stream at) {
+  params p = {a, 1.4426950408889634f / sqrtf((float)D), (a.max_new + QUERIES - 1) / QUERIES, 1};
+  if (a.workspace != NULL) p.n_splits = k_attn_prefill_splits(n_sm, p.n_tiles * a.kv.n_heads * a.n_seqs, a.max_keys);
+  const dim3 grid(p.n_tiles * p.n_splits, a.kv.n_heads, a.n_seqs), rows(p.n_tiles * 16, a.kv.n_heads, a.n_seqs);
   cudaStream_t stream = (cudaStream_t)at.stream;
-  return a->kv.head_dim == 64 ? launch_kernel(attn_prefill_sm90_kernel<64>, grid, block, shape<64>::SMEM, stream, at.pdl, p)
-                              : launch_kernel(attn_prefill_sm90_kernel<128>, grid, block, shape<128>::SMEM, stream, at.pdl, p);
+  const int e = launch_kernel(attn_prefill_sm90_kernel<D>, grid, dim3(THREADS), shape<D>::SMEM, stream, at.pdl, p);
+  return e || p.n_splits == 1 ? e : launch_kernel(attn_prefill_merge_kernel<D>, rows, dim3(256), 0, stream, at.pdl, p);
+}
+
+extern "C" int sits_k_attn_prefill_sm90(const struct k_attn_prefill *a, int32_t n_sm, struct k_stream at) {
+  if (!k_attn_prefill_takes(a->kv.head_dim)) return cudaErrorInvalidValue;
+  return a->kv.head_dim == 64 ? launch_prefill<64>(*a, n_sm, at) : launch_prefill<128>(*a, n_sm, at);
 }

@@ -58,9 +58,54 @@ SITS_DEV float2 reduce_sum_max(float a, float b, float *scratch) {
   return make_float2(warp_sum(a), warp_max(b));
 }
 
-/* A row held by the CTA's threads as in store_row: x * factor, rounded to the grid of each group of 32 columns (four threads), as the CPU
+/* Bytes of dynamic shared memory that rotate_row needs: a row piece, where a run spans several warps. */
+static inline size_t rotation_bytes(const k_act &out) { return out.rotation > 256 ? K_MOST_ROTATION * sizeof(float) : 0; }
+
+static inline bool is_rotation(const k_act &out, int width) {
+  const int n = out.rotation;
+  return n == 0 || (n > 0 && n <= K_MOST_ROTATION && (n & (n - 1)) == 0 && width % n == 0);
+}
+
+/* A row held by 512 threads as in store_row: each run of `block` columns (eight a thread, so 4,096 at most) times the Walsh-Hadamard
+ * matrix. Runs within a thread, a warp, then across warps through shared memory. */
+template <int N> SITS_DEV void rotate_row(int block, vec8 (&x)[N]) {
+  extern __shared__ __align__(16) float row_exchange[];
+  const float f = rsqrtf((float)block);
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+#pragma unroll
+    for (int n = 1; n < 8; n <<= 1)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (!(i & n) && n < block) {
+          const float a = x[k].v[i], b = x[k].v[i | n];
+          x[k].v[i] = a + b, x[k].v[i | n] = a - b;
+        }
+    for (int n = 1; n < 32 && n * 8 < block; n <<= 1)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float o = __shfl_xor_sync(~0u, x[k].v[i], n);
+        x[k].v[i] = threadIdx.x & n ? o - x[k].v[i] : x[k].v[i] + o;
+      }
+    for (int n = 32; n * 8 < block; n <<= 1) {
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < 8; i++) row_exchange[i * blockDim.x + threadIdx.x] = x[k].v[i];
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float o = row_exchange[i * blockDim.x + (threadIdx.x ^ n)];
+        x[k].v[i] = threadIdx.x & n ? o - x[k].v[i] : x[k].v[i] + o;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[k].v[i] *= f;
+  }
+}
+
+/* A row held by the CTA's threads as in store_row, rounded to the grid of each group of 32 columns (four threads), as the CPU
  * does; outliers to 8 bits with one scale. What is not finite stays so. scratch: 64 floats that nobody else uses. */
-template <int N> SITS_DEV void round_row(const k_act &out, int width, vec8 (&x)[N], float factor, float *scratch) {
+template <int N> SITS_DEV void round_row(const k_act &out, int width, vec8 (&x)[N], float *scratch) {
   const bool is_int8 = out.round == K_ROUND_INT8;
   uint32_t outlier[N];
   float most = 0.f;
@@ -69,10 +114,8 @@ template <int N> SITS_DEV void round_row(const k_act &out, int width, vec8 (&x)[
     const int c = (threadIdx.x + k * blockDim.x) * 8;
     outlier[k] = out.outliers && c < width ? out.outliers[c >> 3] : 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      x[k].v[i] *= factor;
+    for (int i = 0; i < 8; i++)
       if (outlier[k] >> i & 1) most = fmaxf(most, fabsf(x[k].v[i]));
-    }
   }
   if (out.outliers) most = reduce_sum_max(0.f, most, scratch).y;
   const float side = most >= 1e-30f ? most / 127.f : 0.f;
@@ -103,11 +146,19 @@ template <int N> SITS_DEV void round_row(const k_act &out, int width, vec8 (&x)[
 }
 
 /* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N. top: largest magnitude of the
- * row
- * times `factor`. Fragments have no padding columns to clear. scratch: 64 floats that nobody else uses. */
-template <int N>
+ * row times `factor`. GRID: the row may be rotated and rounded. Fragments have no padding columns to clear. scratch: 64 floats that nobody
+ * else uses. */
+template <int N, bool GRID = true>
 SITS_DEV void store_row(const k_act &out, int row, int width, vec8 (&x)[N], float factor, float top, float *scratch) {
-  if (out.round != K_ROUND_NONE) round_row<N>(out, width, x, factor, scratch), factor = 1.f;
+  if (GRID && (out.round != K_ROUND_NONE || out.rotation > 0)) {
+#pragma unroll
+    for (int k = 0; k < N; k++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[k].v[i] *= factor;
+    factor = 1.f;
+    if (out.rotation > 0) rotate_row<N>(out.rotation, x);
+    if (out.round != K_ROUND_NONE) round_row<N>(out, width, x, scratch);
+  }
   const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
   const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f, inv = top > 0.f ? levels / top : 0.f;
   int sum = 0;

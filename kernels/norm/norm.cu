@@ -59,9 +59,10 @@ template <int N> __global__ void __launch_bounds__(THREADS) norm_kernel(const __
 extern "C" int sits_k_norm(const struct k_norm *a, struct k_stream at) {
   const int pieces = (k_blocks(a->width) * K_GROUP / 8 + THREADS - 1) / THREADS;
   const dim3 grid(a->n_rows), block(THREADS);
-  if (a->width % 8) return cudaErrorInvalidValue;
-  if (pieces == 1) return launch_kernel(norm_kernel<1>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, *a);
-  if (pieces == 2) return launch_kernel(norm_kernel<2>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, *a);
-  if (pieces <= 4) return launch_kernel(norm_kernel<4>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, *a);
+  const size_t smem = rotation_bytes(a->out);
+  if (a->width % 8 || !is_rotation(a->out, a->width)) return cudaErrorInvalidValue;
+  if (pieces == 1) return launch_kernel(norm_kernel<1>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, *a);
+  if (pieces == 2) return launch_kernel(norm_kernel<2>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, *a);
+  if (pieces <= 4) return launch_kernel(norm_kernel<4>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, *a);
   return cudaErrorInvalidValue; /* wider than 16,384 */
 }

@@ -35,7 +35,8 @@ template <int SOURCE> SITS_DEV vec8 fetch(const k_convert &p, size_t row, int c)
   return swiglu(eight_f32((const float *)p.x + row + 2 * c), eight_f32((const float *)p.x + row + 2 * c + 8));
 }
 
-template <int SOURCE, int N> __global__ void __launch_bounds__(THREADS) convert_kernel(const __grid_constant__ k_convert p) {
+/* GRID: rotation and rounding are built in; twice, where the registers that they take would slow the others down. */
+template <int SOURCE, int N, bool GRID> __global__ void __launch_bounds__(THREADS) convert_kernel(const __grid_constant__ k_convert p) {
   __shared__ float scratch[128];
   grid_trigger();
   grid_wait();
@@ -50,16 +51,19 @@ template <int SOURCE, int N> __global__ void __launch_bounds__(THREADS) convert_
     for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(x[k].v[i]));
   }
   if (p.out.scale) top = reduce_sum_max(0.f, top, scratch).y;
-  store_row<N>(p.out, blockIdx.x, p.width, x, 1.f, top, scratch + 64);
+  store_row<N, GRID>(p.out, blockIdx.x, p.width, x, 1.f, top, scratch + 64);
 }
 
 template <int SOURCE> int launch_convert(const k_convert &a, k_stream at) {
   const int pieces = (k_blocks(a.width) * K_GROUP / 8 + THREADS - 1) / THREADS;
   const dim3 grid(a.n_rows), block(THREADS);
-  if (pieces == 1) return launch_kernel(convert_kernel<SOURCE, 1>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, a);
-  if (pieces == 2) return launch_kernel(convert_kernel<SOURCE, 2>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, a);
-  if (pieces <= 4) return launch_kernel(convert_kernel<SOURCE, 4>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, a);
-  if (pieces <= 8) return launch_kernel(convert_kernel<SOURCE, 8>, grid, block, 0, (cudaStream_t)at.stream, at.pdl, a);
+  const size_t smem = rotation_bytes(a.out);
+  if (pieces == 1) return launch_kernel(convert_kernel<SOURCE, 1, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
+  if (pieces == 2) return launch_kernel(convert_kernel<SOURCE, 2, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
+  if (pieces <= 4) return launch_kernel(convert_kernel<SOURCE, 4, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
+  const bool has_grid = a.out.round != K_ROUND_NONE || a.out.rotation > 0;
+  if (pieces <= 8 && has_grid) return launch_kernel(convert_kernel<SOURCE, 8, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
+  if (pieces <= 8) return launch_kernel(convert_kernel<SOURCE, 8, false>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
   return cudaErrorInvalidValue; /* wider than 32,768 */
 }
 
@@ -80,7 +84,7 @@ extern "C" int sits_k_add_bias(void *y, const float *bias, int32_t n_tokens, int
 }
 
 extern "C" int sits_k_convert(const struct k_convert *a, struct k_stream at) {
-  if (a->width % 8 || a->ld % 8) return cudaErrorInvalidValue;
+  if (a->width % 8 || a->ld % 8 || !is_rotation(a->out, a->width)) return cudaErrorInvalidValue;
   if (a->source == K_SRC_F16) return launch_convert<K_SRC_F16>(*a, at);
   if (a->source == K_SRC_F16_GATE_UP) return launch_convert<K_SRC_F16_GATE_UP>(*a, at);
   return launch_convert<K_SRC_F32_GATE_UP>(*a, at);

@@ -363,10 +363,10 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
   grid_wait();
   const k_kv_view &kv = p.kv;
   const int s = p.seq0 + blockIdx.z, head = blockIdx.y, len = kv.kv_len[s], d = kv.head_dim;
-  const int n = len - (int)blockIdx.x * K_PAGE_TOKENS, n_pages = (len + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS;
-  if ((int)blockIdx.x >= (p.is_tiled ? (n_pages + 1) & ~1 : n_pages)) return;
+  const int index = p.first_page + blockIdx.x, n = len - index * K_PAGE_TOKENS, n_pages = (len + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS;
+  if (index >= (p.is_tiled ? (n_pages + 1) & ~1 : n_pages)) return;
   if (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1) return;
-  const size_t base = (size_t)head * p.capacity * d, row0 = p.offset[s] + blockIdx.x * K_PAGE_TOKENS;
+  const size_t base = (size_t)head * p.capacity * d, row0 = (p.offset ? p.offset[s] : 0) + index * K_PAGE_TOKENS;
   __half *k = (__half *)p.k + base, *v = (__half *)p.v + base;
   if (n <= 0) { /* the second half of the last tile */
     for (int i = threadIdx.x; i < K_PAGE_TOKENS * d; i += blockDim.x) {
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
     }
     return;
   }
-  const int page = kv.block_table[(size_t)s * kv.table_stride + blockIdx.x];
+  const int page = kv.block_table[(size_t)s * kv.table_stride + index];
   const uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
   if (k_kv_has_nibbles(kv.codec) && k_kv_has_fragments(d)) {
     /* a word gives 8 values; K: four channels of two tokens, V: two channels of four tokens */
@@ -428,6 +428,6 @@ extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream
 }
 
 extern "C" int sits_k_kv_gather(const struct k_kv_gather *a, struct k_stream at) {
-  return launch_kernel(kv_gather_kernel, dim3(a->is_tiled ? (a->max_pages + 1) / 2 * 2 : a->max_pages, a->kv.n_kv_heads, a->n_seqs),
+  return launch_kernel(kv_gather_kernel, dim3(a->is_tiled ? a->max_pages + 1 : a->max_pages, a->kv.n_kv_heads, a->n_seqs),
                        dim3(256), 0, (cudaStream_t)at.stream, at.pdl, *a);
 }

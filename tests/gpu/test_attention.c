@@ -148,7 +148,7 @@ static struct step make_step(struct world *w, const int32_t *new_tokens) {
 /* Gather all pages; error of keys and values against the exact ones; k and v come back as f32 [G][capacity][D]. */
 static double gather(struct world *w, float *k, float *v) {
   const size_t n = (size_t)w->c.kv_heads * w->capacity * w->c.dim;
-  struct k_kv_gather a = {w->view, 0, N_SEQS, w->dev_offset, w->max_pages, w->capacity, w->dev_k, w->dev_v, false};
+  struct k_kv_gather a = {w->view, 0, N_SEQS, w->dev_offset, 0, w->max_pages, w->capacity, w->dev_k, w->dev_v, false};
   gpu_check_call(sits_k_kv_gather(&a, gpu_stream()), "sits_k_kv_gather");
   uint16_t *h = host_alloc(n * 2);
   double d2 = 0, r2 = 0;
@@ -237,14 +237,26 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
     verdict(error < 3e-3, "%s %s: prefill attention %.2e", c->name, what, error);
   }
   if (k_attn_prefill_takes(c->dim)) {
-    struct k_kv_gather tiled = {w->view, 0,   N_SEQS, w->dev_offset, w->max_pages, w->capacity, gpu_alloc(n_kv * 2), gpu_alloc(n_kv * 2),
-                                false,   true};
+    struct k_kv_gather tiled = {w->view,     0,           N_SEQS,              w->dev_offset,       0, w->max_pages,
+                                w->capacity, gpu_alloc(n_kv * 2), gpu_alloc(n_kv * 2), false, true};
     struct k_attn_prefill a = {w->view, st->dev_q, tiled.k, tiled.v, w->capacity, w->dev_offset, 0, N_SEQS, most, gpu_alloc(n_out * 2),
                                false};
     gpu_check_call(sits_k_kv_gather(&tiled, gpu_stream()), "sits_k_kv_gather");
-    gpu_check_call(sits_k_attn_prefill_sm90(&a, gpu_stream()), "sits_k_attn_prefill_sm90");
+    gpu_check_call(sits_k_attn_prefill_sm90(&a, n_sm, gpu_stream()), "sits_k_attn_prefill_sm90");
     error = compare_out(w, st, want, 0, a.out, n_out * 2);
     verdict(error < 3e-3, "%s %s: wgmma prefill attention %.2e", c->name, what, error);
+    /* as if the device had room for all of it, so that keys are split; each sequence alone, its last pages expanded again */
+    const int32_t many = 16 * (most + 127) / 128 * c->heads;
+    a.out = gpu_alloc(n_out * 2), a.workspace = gpu_alloc(k_attn_prefill_workspace_bytes(many, c->dim));
+    for (int32_t s = 0; s < N_SEQS; s++) {
+      a.seq0 = tiled.seq0 = s, a.n_seqs = tiled.n_seqs = 1, a.max_keys = w->len[s];
+      tiled.first_page = w->len[s] / K_PAGE_TOKENS / 2;
+      gpu_check_call(sits_k_kv_gather(&tiled, gpu_stream()), "sits_k_kv_gather");
+      gpu_check_call(sits_k_attn_prefill_sm90(&a, many, gpu_stream()), "sits_k_attn_prefill_sm90");
+    }
+    error = compare_out(w, st, want, 0, a.out, n_out * 2);
+    verdict(error < 3e-3, "%s %s: wgmma prefill attention, split in up to %d %.2e", c->name, what,
+            k_attn_prefill_splits(many, (most + 127) / 128 * c->heads, 718), error);
   }
   struct k_attn_any any = {w->view, st->dev_q, gpu_alloc(n_out * 2)};
   gpu_check_call(sits_k_attn_any(&any, gpu_stream()), "sits_k_attn_any");

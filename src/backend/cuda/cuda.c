@@ -235,6 +235,8 @@ static enum sits_status enqueue(struct backend_program *p, struct backend_kv *kv
       is_decode && !backend->options.no_graphs && (has_fast_decode || !k_attn_prefill_takes(p->program->dims.head_dim));
   const int32_t bucket = is_capturable ? cuda_graph_bucket(b->n_seqs, p->decode.max_seqs) : 0;
   struct cuda_inputs *in = bucket > 0 ? &p->decode : &p->general;
+  for (int32_t s = 0; s < b->n_seqs && is_decode; s++)
+    cuda_kept_written(kv, b->block_table[(int64_t)s * b->table_stride + b->positions[s] / KV_PAGE_TOKENS]);
   int32_t *host = in->host[p->next_slot];
   fill_inputs(kv, b, in, host, bucket > 0 ? bucket : b->n_seqs, has_fast_decode);
   enum sits_status status = CUDA_CALL(backend, cudaEventRecord(slot->started, backend->stream));
@@ -243,7 +245,8 @@ static enum sits_status enqueue(struct backend_program *p, struct backend_kv *kv
   if (status == SITS_OK && bucket > 0)
     status = cuda_graph_run(p, kv, bucket, b->sample != NULL, is_long_batch(b) && b->n_seqs <= CUDA_FAST_TOKENS);
   else if (status == SITS_OK) {
-    const struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, is_long_batch(b), b};
+    struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, is_long_batch(b), b, -1, 0};
+    if (!is_decode) step.kept_seq = cuda_kept_choose(kv, b, &step.kept_page);
     status = cuda_run(p, kv, &step, (struct k_stream){(struct CUstream_st *)backend->stream, true});
   }
   if (status == SITS_OK) status = copy_results(p, slot, b);

@@ -1,9 +1,9 @@
-/* Activations rounded as a model's file says: 8 or 4 bits in groups of 32 columns, outliers of the 4-bit kind in 8. Entry points:
- * cuda_act_plan, cuda_act_form.
+/* Activations rotated and rounded as a model's file says: 8 or 4 bits in groups of 32 columns, outliers of the 4-bit kind in 8. Entry
+ * points: cuda_act_plan, cuda_act_form.
  *
- * The kernels that make a GEMM's input (norm, convert) round each value to its group's grid and hand it on as f16, which holds a grid
- * value to 11 bits; the GEMM is the one for f16 activations. So every engine file computes what its name says, at the speed of w4a16. The
- * fast path has no such kernels, so a program with rounded layers takes the general one.
+ * The kernels that make a GEMM's input (norm, convert) rotate its runs of columns, round each value to its group's grid and hand it on as
+ * f16, which holds a grid value to 11 bits; the GEMM is the one for f16 activations. So every engine file computes what its name says, at
+ * the speed of w4a16. The fast path has no such kernels, so a program with rounded layers takes the general one.
  */
 #include <string.h>
 
@@ -31,12 +31,16 @@ static enum sits_status load_outliers(struct backend_program *p, struct cuda_wei
 enum sits_status cuda_act_plan(struct backend_program *p, struct cuda_weight *w, const struct program_op *op, struct sits_error *err)
 {
   const struct sits_utd *first = w->parts[0].weight;
-  if (op->act == NULL || op->act->kind == ACT_BACKEND) return SITS_OK;
+  w->has_plain_input = op->act == NULL || (op->act->kind <= ACT_FLOAT && op->act->rotation == 0);
+  if (op->act == NULL || (op->act->kind == ACT_BACKEND && op->act->rotation == 0)) return SITS_OK;
   if (w->act != NULL)
     return w->act == op->act ? SITS_OK
                              : sits_fail(err, SITS_UNSUPPORTED, "cuda: %s is read by two products that round differently", first->name);
   w->act = op->act;
-  if (op->act->kind == ACT_FLOAT) return SITS_OK;
+  if (op->act->rotation > K_MOST_ROTATION)
+    return sits_fail(err, SITS_UNSUPPORTED, "cuda: %s: its input is rotated in runs of %d, beyond %d", first->name, op->act->rotation,
+                     K_MOST_ROTATION);
+  if (op->act->kind <= ACT_FLOAT) return SITS_OK;
   if (first->dims[1] % ACT_GROUP)
     return sits_fail(err, SITS_UNSUPPORTED, "cuda: %s: rows of %lld are no multiple of %d, which %s activations want", first->name,
                      (long long)first->dims[1], ACT_GROUP, act_kind_name(op->act->kind));
@@ -48,9 +52,10 @@ struct k_act cuda_act_form(const struct backend_program *p, const struct cuda_we
 {
   struct k_act x = cuda_gemm_form(p, w, n);
   const bool is_f16 = x.form == K_ACT_ROW_F16 || x.form == K_ACT_FRAG_F16;
-  if (w->act == NULL || w->act->kind == ACT_BACKEND) return x;
+  if (w->act == NULL) return x;
   if (!is_f16) x = (struct k_act){.form = K_ACT_ROW_F16, .data = p->act}; /* 8 bits a token are not what the file asks for */
   x.round = w->round;
+  x.rotation = w->act->rotation;
   x.outliers = w->outliers;
   return x;
 }

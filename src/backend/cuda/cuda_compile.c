@@ -118,7 +118,7 @@ static enum sits_status load_weights(struct backend_program *p, struct sits_erro
   for (int32_t l = 0; l < p->program->dims.n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];
     const struct cuda_weight *weights[] = {layer->qkv, layer->o, layer->gate_up, layer->down};
-    for (size_t i = 0; i < 4; i++) p->is_fast = p->is_fast && weights[i]->form == CUDA_W4 && weights[i]->round == K_ROUND_NONE;
+    for (size_t i = 0; i < 4; i++) p->is_fast = p->is_fast && weights[i]->form == CUDA_W4 && weights[i]->has_plain_input;
   }
   return SITS_OK;
 }
@@ -198,6 +198,7 @@ static bool make_workspaces(struct backend_program *p)
   ok = ok && (p->sample_rows = cuda_memory_alloc(b, p, r * sizeof *p->sample_rows)) != NULL;
   ok = ok && (p->sampled = cuda_memory_alloc(b, p, r * sizeof(int32_t))) != NULL;
   ok = ok && (p->attn_workspace = cuda_memory_alloc(b, p, k_attn_decode_workspace_bytes(b->n_sm, d->head_dim))) != NULL;
+  ok = ok && (p->prefill_workspace = cuda_memory_alloc(b, p, k_attn_prefill_workspace_bytes(b->n_sm, d->head_dim))) != NULL;
   ok = ok && (p->attn_counters = cuda_memory_alloc(b, p, r * (size_t)d->n_kv_heads * sizeof(int32_t))) != NULL;
   const int32_t seqs = p->max_rows, graph = seqs < CUDA_GRAPH_TOKENS ? seqs : CUDA_GRAPH_TOKENS;
   return ok && make_inputs(p, &p->general, p->max_tokens, seqs) && make_inputs(p, &p->decode, graph, graph);
@@ -226,11 +227,6 @@ static enum sits_status check_dims(const struct program *program, struct sits_er
   if (d->n_embd % 8 || d->head_dim % 4 || (d->n_heads * d->head_dim) % 8 || d->head_dim > 256 || d->n_heads % d->n_kv_heads)
     return sits_fail(err, SITS_UNSUPPORTED, "cuda: width %d, heads %d of %d, head size %d are not supported", d->n_embd, d->n_heads,
                      d->n_kv_heads, d->head_dim);
-  for (int32_t i = 0; i < program->n_ops; i++) { /* a file's precision is kept or refused, never quietly another */
-    const struct act_format *act = program->ops[i].act;
-    if (act != NULL && act->rotation > 0)
-      return sits_fail(err, SITS_UNSUPPORTED, "cuda: the model's file asks for rotated inputs, which this backend does not have");
-  }
   return program_check(program, err);
 }
 

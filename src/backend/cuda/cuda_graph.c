@@ -32,7 +32,8 @@ static enum sits_status capture(struct backend_program *p, struct backend_kv *kv
                                  .n_rows = bucket,
                                  .is_decode = true,
                                  .is_sampled = is_sampled,
-                                 .is_long = is_long};
+                                 .is_long = is_long,
+                                 .kept_seq = -1};
   cudaGraph_t graph = NULL;
   enum sits_status status = CUDA_CALL(b, cudaStreamBeginCapture(b->stream, cudaStreamCaptureModeThreadLocal));
   if (status != SITS_OK) return status;

@@ -9,7 +9,7 @@
  *
  * Files: cuda.c (vtable, checks of a batch), cuda_memory.c (allocation, errors), cuda_weights.c (packing), cuda_compile.c (program to
  * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_graph.c (captured steps),
- * cuda_kv.c (pages), cuda_act.c (rounded activations).
+ * cuda_kv.c (pages), cuda_kept.c (a long prompt's expanded keys), cuda_act.c (rounded activations).
  */
 #ifndef SITS_BACKEND_CUDA_INTERNAL_H
 #define SITS_BACKEND_CUDA_INTERNAL_H
@@ -26,6 +26,7 @@
 #define CUDA_MAX_BLOCKS 4096        /* device and pinned allocations of one backend */
 #define CUDA_FAST_TOKENS K_MAX_DECODE_TOKENS
 #define CUDA_GRAPH_TOKENS 256       /* largest captured batch */
+#define CUDA_KEEP_FROM 1024         /* cached tokens of a sequence whose expanded keys are worth keeping for its next chunk */
 #define CUDA_GATHER_TOKENS 128      /* a sequence's gathered keys start at multiples of this */
 #define CUDA_LT_WORKSPACE (64u << 20)
 #define CUDA_MAX_LT_PLANS 256
@@ -65,6 +66,7 @@ struct cuda_weight {
   const struct act_format *act;     /* how the LINEAR's input is rounded; NULL: as the backend likes */
   enum k_act_round round;           /* the same as kernels say it */
   uint8_t *outliers;                /* bits of the columns that stay in 8 bits, or NULL */
+  bool has_plain_input;             /* neither rounded nor rotated: the fast path may make it */
 };
 
 struct cuda_layer {
@@ -119,7 +121,7 @@ struct backend_program {
   float *act_scale, *slabs;
   int32_t *act_sum;
   float *logits, *host_logits;      /* [R][V] */
-  float *attn_workspace;
+  float *attn_workspace, *prefill_workspace;
   int32_t *attn_counters;
   struct cuda_lt_plan lt_plans[CUDA_MAX_LT_PLANS];
   int32_t n_lt_plans;
@@ -131,6 +133,15 @@ struct backend_program {
   struct backend_stats stats;
 };
 
+/* See cuda_kept.c. */
+struct cuda_kept {
+  int64_t capacity;                 /* tokens; 0: nothing is ever kept */
+  void *k, *v;                      /* [L][G][capacity][D] f16, tiled where the prefill kernel wants that */
+  int32_t n_tokens, n_pages;        /* kept now */
+  int32_t *pages;                   /* [n_pages] of the prompt, in order */
+  bool *is_kept;                    /* [pages of the pool] */
+};
+
 struct backend_kv {
   struct backend *backend;
   struct kv_geometry geometry;
@@ -139,6 +150,7 @@ struct backend_kv {
   uint8_t *pool;
   void *gather_k, *gather_v;        /* [G][gather_tokens][D] f16 */
   int64_t gather_tokens;
+  struct cuda_kept kept;
 };
 
 /* ---- cuda_memory.c ---- */
@@ -200,6 +212,7 @@ struct cuda_step {
   bool is_sampled;
   bool is_long;                     /* so many cached tokens that attention wants more CTAs than the fused kernel has */
   const struct backend_batch *batch; /* NULL while capturing */
+  int32_t kept_seq, kept_page;      /* sequence whose expanded keys are kept, or -1; its first page that is not there yet */
 };
 /* One-token sequences go through the fused int4 decode kernel. */
 bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_kv *kv);
@@ -216,6 +229,14 @@ int32_t cuda_graph_bucket(int32_t n_seqs, int32_t max_seqs);
 enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled,
                                 bool is_long) SITS_MUST_CHECK;
 void cuda_graph_clear(struct backend_program *p);
+
+/* ---- cuda_kept.c ---- */
+bool cuda_kept_create(struct backend_kv *kv); /* false: out of host memory */
+void cuda_kept_fini(struct backend_kv *kv);
+/* Which sequence of a batch (or -1) goes through kept memory, and its first page that is to be expanded. Call once for every batch that is
+ * not a decode step, and cuda_kept_written for every page that a decode step or anyone else writes. */
+int32_t cuda_kept_choose(struct backend_kv *kv, const struct backend_batch *batch, int32_t *first_page);
+void cuda_kept_written(struct backend_kv *kv, int32_t page);
 
 /* ---- cuda_kv.c ---- */
 uint64_t cuda_kv_page_bytes(const struct kv_geometry *geometry);

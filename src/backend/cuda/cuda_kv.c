@@ -30,6 +30,7 @@ void cuda_kv_destroy(struct backend_kv *kv)
 {
   if (kv == NULL) return;
   (void)cudaStreamSynchronize(kv->backend->stream);
+  cuda_kept_fini(kv);
   cuda_memory_free_owner(kv->backend, kv);
   mem_free(kv);
 }
@@ -56,6 +57,7 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
     kv->gather_v = cuda_memory_alloc(backend, kv, bytes);
     ok = kv->gather_k != NULL && kv->gather_v != NULL;
   }
+  if (ok) ok = cuda_kept_create(kv);
   if (ok) ok = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream)) == SITS_OK;
   if (!ok) {
     cuda_kv_destroy(kv);
@@ -72,6 +74,7 @@ enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy 
 {
   for (int32_t i = 0; i < n; i++) {
     if (!is_page(kv, copies[i].from_page) || !is_page(kv, copies[i].to_page)) return SITS_INVALID_ARGUMENT;
+    cuda_kept_written(kv, copies[i].to_page);
     const enum sits_status status = CUDA_CALL(
         kv->backend, cudaMemcpyAsync(kv->pool + copies[i].to_page * kv->page_bytes, kv->pool + copies[i].from_page * kv->page_bytes,
                                      (size_t)kv->page_bytes, cudaMemcpyDeviceToDevice, kv->backend->stream));
@@ -91,6 +94,7 @@ enum sits_status cuda_kv_read_page(struct backend_kv *kv, int32_t page, void *ho
 enum sits_status cuda_kv_write_page(struct backend_kv *kv, int32_t page, const void *host)
 {
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
+  cuda_kept_written(kv, page);
   const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(kv->pool + page * kv->page_bytes, host, (size_t)kv->page_bytes,
                                                                          cudaMemcpyHostToDevice, kv->backend->stream));
   return status != SITS_OK ? status : CUDA_CALL(kv->backend, cudaStreamSynchronize(kv->backend->stream));

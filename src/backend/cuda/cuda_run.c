@@ -84,44 +84,69 @@ int32_t cuda_gather_chunk(const struct backend_batch *b, const struct backend_kv
   return s;
 }
 
+/* Where some sequences' expanded keys and values go. */
+struct expanded { void *k, *v; int64_t capacity; const int32_t *offset; int32_t first_page; };
+
+/* Sequences s0 .. s1 - 1: expand their pages, attend. */
+static enum sits_status attend_range(struct backend_program *p, const struct cuda_step *step, const struct k_kv_view *view, int32_t s0,
+                                     int32_t s1, const struct expanded *to, bool has_fast_decode, struct k_stream at)
+{
+  const struct backend_batch *b = step->batch;
+  const bool is_hopper = p->backend->compute_major == 9;
+  int32_t max_pages = 0, max_new = 0, max_keys = 0;
+  while (s0 < s1 && !is_gathered(b, s0, has_fast_decode)) s0++; /* what lies between may be single tokens: the kernels skip those */
+  while (s0 < s1 && !is_gathered(b, s1 - 1, has_fast_decode)) s1--;
+  for (int32_t s = s0; s < s1; s++) {
+    if (!is_gathered(b, s, has_fast_decode)) continue;
+    const int32_t pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS - to->first_page, n = b->seq_start[s + 1] - b->seq_start[s];
+    if (pages > max_pages) max_pages = pages;
+    if (n > max_new) max_new = n;
+    if (b->kv_len[s] > max_keys) max_keys = b->kv_len[s];
+  }
+  if (max_new == 0) return SITS_OK;
+  const struct k_kv_gather gather = {.kv = *view,
+                                     .seq0 = s0,
+                                     .n_seqs = s1 - s0,
+                                     .offset = to->offset,
+                                     .first_page = to->first_page,
+                                     .max_pages = max_pages,
+                                     .capacity = to->capacity,
+                                     .k = to->k,
+                                     .v = to->v,
+                                     .skip_single = has_fast_decode,
+                                     .is_tiled = is_hopper};
+  const struct k_attn_prefill attend = {.kv = *view,
+                                        .q = p->q,
+                                        .k = to->k,
+                                        .v = to->v,
+                                        .capacity = to->capacity,
+                                        .offset = to->offset,
+                                        .seq0 = s0,
+                                        .n_seqs = s1 - s0,
+                                        .max_new = max_new,
+                                        .out = p->attn,
+                                        .skip_single = has_fast_decode,
+                                        .max_keys = max_keys,
+                                        .workspace = p->prefill_workspace};
+  LAUNCH(sits_k_kv_gather(&gather, at));
+  LAUNCH(is_hopper ? sits_k_attn_prefill_sm90(&attend, p->backend->n_sm, at) : sits_k_attn_prefill(&attend, at));
+  return SITS_OK;
+}
+
 static enum sits_status gathered_attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step,
                                            const struct k_kv_view *view, bool has_fast_decode, struct k_stream at)
 {
   const struct backend_batch *b = step->batch;
+  const struct expanded scratch = {kv->gather_k, kv->gather_v, kv->gather_tokens, step->in->offset, 0};
   for (int32_t s0 = 0, s1; s0 < b->n_seqs; s0 = s1) {
-    int32_t max_pages = 0, max_new = 0;
     s1 = cuda_gather_chunk(b, kv, s0, has_fast_decode, NULL);
-    for (int32_t s = s0; s < s1; s++) {
-      if (!is_gathered(b, s, has_fast_decode)) continue;
-      const int32_t pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS, n = b->seq_start[s + 1] - b->seq_start[s];
-      if (pages > max_pages) max_pages = pages;
-      if (n > max_new) max_new = n;
-    }
-    if (max_new == 0) continue;
-    const bool is_hopper = p->backend->compute_major == 9;
-    const struct k_kv_gather gather = {.kv = *view,
-                                       .seq0 = s0,
-                                       .n_seqs = s1 - s0,
-                                       .offset = step->in->offset,
-                                       .max_pages = max_pages,
-                                       .capacity = kv->gather_tokens,
-                                       .k = kv->gather_k,
-                                       .v = kv->gather_v,
-                                       .skip_single = has_fast_decode,
-                                       .is_tiled = is_hopper};
-    const struct k_attn_prefill attend = {.kv = *view,
-                                          .q = p->q,
-                                          .k = kv->gather_k,
-                                          .v = kv->gather_v,
-                                          .capacity = kv->gather_tokens,
-                                          .offset = step->in->offset,
-                                          .seq0 = s0,
-                                          .n_seqs = s1 - s0,
-                                          .max_new = max_new,
-                                          .out = p->attn,
-                                          .skip_single = has_fast_decode};
-    LAUNCH(sits_k_kv_gather(&gather, at));
-    LAUNCH(is_hopper ? sits_k_attn_prefill_sm90(&attend, at) : sits_k_attn_prefill(&attend, at));
+    const int32_t kept = step->kept_seq >= s0 && step->kept_seq < s1 ? step->kept_seq : s1; /* the kept one parts the range */
+    TRY(attend_range(p, step, view, s0, kept, &scratch, has_fast_decode, at));
+    if (kept == s1) continue;
+    const size_t layer = (size_t)view->layer * (size_t)view->n_kv_heads * (size_t)kv->kept.capacity * (size_t)view->head_dim * 2;
+    const struct expanded memory = {(uint8_t *)kv->kept.k + layer, (uint8_t *)kv->kept.v + layer, kv->kept.capacity, NULL, step->kept_page};
+    TRY(attend_range(p, step, view, kept, kept + 1, &memory, has_fast_decode, at));
+    TRY(attend_range(p, step, view, kept + 1, s1, &scratch, has_fast_decode, at));
   }
   return SITS_OK;
 }
@@ -251,7 +276,7 @@ static enum sits_status run_fast(struct backend_program *p, struct backend_kv *k
     LAUNCH(sits_k_w4a16(&down, n_sm, at));
   }
   if (step->n_rows == 0) return SITS_OK;
-  if (!step->is_decode || p->head->form != CUDA_W4 || p->head->round != K_ROUND_NONE) return head(p, step, 0, at);
+  if (!step->is_decode || p->head->form != CUDA_W4 || !p->head->has_plain_input) return head(p, step, 0, at);
   struct k_w4a16 logits = fast_gemm(p->head, n, p->frag_e[i]);
   with_norm(&logits, p, i);
   logits.output = K_OUT_F32, logits.y = p->logits, logits.ld = p->head->rows;
@@ -284,7 +309,7 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
     TRY(cuda_gemm(p, layer->qkv, n, &x, is_split ? CUDA_GEMM_SLABS : CUDA_GEMM_F16, p->qkv, &n_slabs, NULL, at));
     TRY(attention(p, kv, step, l, is_split ? n_slabs : 0, 0, NULL, at));
     x = cuda_act_form(p, layer->o, n);
-    if (x.form == K_ACT_ROW_F16 && x.round == K_ROUND_NONE && heads % K_GROUP == 0)
+    if (x.form == K_ACT_ROW_F16 && layer->o->has_plain_input && heads % K_GROUP == 0)
       x.data = p->attn;
     else {
       const struct k_convert convert = {K_SRC_F16, p->attn, heads, n, heads, x};

@@ -397,7 +397,7 @@ static void prefill_body(struct lab *lab, const void *arg, bool pdl)
                                    .n_seqs = 1,
                                    .max_new = a->n_tokens};
   for (int l = 0; l < 4; l++)
-    check(lab, a->which ? sits_k_attn_prefill_sm90(&p, at_of(lab, pdl)) : sits_k_attn_prefill(&p, at_of(lab, pdl)), "prefill");
+    check(lab, a->which ? sits_k_attn_prefill_sm90(&p, lab->n_sm, at_of(lab, pdl)) : sits_k_attn_prefill(&p, at_of(lab, pdl)), "prefill");
 }
 
 static void prefill_attention(struct lab *lab)
