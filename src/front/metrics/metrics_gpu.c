@@ -44,9 +44,9 @@ struct sample {
 struct metrics_gpu {
   void *library;                        /* [init] */
   struct nvml nvml;                     /* [init] */
-  void *handles[MAX_GPUS];              /* [init] [n] */
-  char uuids[MAX_GPUS][UUID_BYTES];     /* [init] [n] */
-  int n;                                /* [init] */
+  void *handles[MAX_GPUS];              /* [sampler] [n] */
+  char uuids[MAX_GPUS][UUID_BYTES];     /* [sampler] [n]; others read them once sampled_us is set */
+  int n;                                /* [sampler] likewise */
   pthread_t thread;
   pthread_mutex_t mutex;
   pthread_cond_t wake;
@@ -119,8 +119,9 @@ static struct sample take(const struct metrics_gpu *gpu, int i)
 static void *sampler_main(void *argument)
 {
   struct metrics_gpu *gpu = argument;
+  bool has_gpus = find_gpus(gpu); /* here, because NVML's start may hang too */
   pthread_mutex_lock(&gpu->mutex);
-  while (!gpu->is_stopping) {
+  while (has_gpus && !gpu->is_stopping) {
     struct sample samples[MAX_GPUS];
     pthread_mutex_unlock(&gpu->mutex);
     for (int i = 0; i < gpu->n; i++) samples[i] = take(gpu, i);
@@ -140,13 +141,12 @@ struct metrics_gpu *metrics_gpu_start(void)
 {
   struct metrics_gpu *gpu = mem_calloc(1, sizeof *gpu);
   if (!gpu) return NULL;
-  if (load(gpu) && find_gpus(gpu)) {
+  if (load(gpu)) {
     cond_init_monotonic(&gpu->wake);
     pthread_mutex_init(&gpu->mutex, NULL);
     if (!pthread_create(&gpu->thread, NULL, sampler_main, gpu)) return gpu;
     pthread_cond_destroy(&gpu->wake);
     pthread_mutex_destroy(&gpu->mutex);
-    gpu->nvml.shutdown();
   }
   if (gpu->library) dlclose(gpu->library);
   mem_free(gpu);
@@ -170,7 +170,7 @@ void metrics_gpu_stop(struct metrics_gpu *gpu)
     return;
   }
   pthread_join(gpu->thread, NULL);
-  gpu->nvml.shutdown();
+  if (gpu->n) gpu->nvml.shutdown();
   dlclose(gpu->library);
   pthread_cond_destroy(&gpu->wake);
   pthread_mutex_destroy(&gpu->mutex);
@@ -198,7 +198,7 @@ void metrics_gpu_render(struct metrics_gpu *gpu, const char *label, struct buf *
   if (!gpu) return;
   struct sample samples[MAX_GPUS];
   pthread_mutex_lock(&gpu->mutex);
-  memcpy(samples, gpu->samples, sizeof *samples * (size_t)gpu->n);
+  memcpy(samples, gpu->samples, sizeof samples);
   bool is_fresh = gpu->sampled_us && clock_monotonic_us() - gpu->sampled_us < STALE_US;
   pthread_mutex_unlock(&gpu->mutex);
   for (size_t r = 0; is_fresh && r < sizeof rows / sizeof *rows; r++) {

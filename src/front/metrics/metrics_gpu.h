@@ -8,7 +8,7 @@
 
 struct metrics_gpu;
 
-/* NULL when there is no library, no GPU, or no thread; a debug line says which. */
+/* NULL when there is no library or no thread. Returns at once; a debug line says when there is no GPU. */
 struct metrics_gpu *metrics_gpu_start(void);
 /* NULL is fine. A thread that hangs in the driver is left behind after two seconds. */
 void metrics_gpu_stop(struct metrics_gpu *gpu);
