@@ -58,15 +58,15 @@ bool buf_append_char(struct buf *buf, char c) { return buf_append(buf, &c, 1); }
 bool buf_printf(struct buf *buf, const char *format, ...)
 {
   va_list args, again;
+  size_t room = buf->capacity - buf->size; /* most texts fit in what is there: one pass then */
   va_start(args, format);
   va_copy(again, args);
-  int n = vsnprintf(NULL, 0, format, args);
+  int n = vsnprintf(room ? buf->data + buf->size : NULL, room, format, args);
   va_end(args);
   bool ok = n >= 0 && buf_reserve(buf, (size_t)n);
-  if (ok) {
-    vsnprintf(buf->data + buf->size, (size_t)n + 1, format, again);
-    buf->size += (size_t)n;
-  }
+  if (ok && (size_t)n >= room) vsnprintf(buf->data + buf->size, (size_t)n + 1, format, again);
+  if (ok) buf->size += (size_t)n;
+  else if (room) buf->data[buf->size] = '\0';
   va_end(again);
   return ok;
 }

@@ -75,6 +75,8 @@ struct engine_histogram {
   uint64_t count;
 };
 
+enum { ENGINE_SPEC_POSITIONS = 16 };
+
 /* One consistent picture, taken after the newest step. Durations in seconds, as Prometheus wants them. */
 struct engine_stats {
   enum engine_state state;
@@ -93,6 +95,7 @@ struct engine_stats {
   uint64_t rejected_requests, rejected_tokens;   /* submissions refused: queue full by requests, by prompt tokens */
   uint64_t spec_drafts, spec_draft_tokens, spec_accepted_tokens;
   uint64_t spec_model_tokens;    /* guessed by the draft model, whether or not they were then verified */
+  uint64_t spec_accepted_at[ENGINE_SPEC_POSITIONS]; /* drafts whose token at that position was accepted; later ones in the last */
   double step_us_ewma;           /* recent time of a step */
   double serial_us_ewma;         /* of it, from the end of one batch to the start of the next: what nothing overlaps */
   double itl_p99_us;             /* sliding window over running streams */

@@ -269,6 +269,7 @@ static void draw_rows(struct sits_engine *engine, struct engine_choice *choice, 
   engine->stats.spec_drafts += n_draft > 0;
   engine->stats.spec_draft_tokens += (uint64_t)n_draft;
   engine->stats.spec_accepted_tokens += (uint64_t)n_accepted;
+  for (int32_t i = 0; i < n_accepted; i++) engine->stats.spec_accepted_at[i < ENGINE_SPEC_POSITIONS ? i : ENGINE_SPEC_POSITIONS - 1]++;
   if (finish != SITS_FINISH_NONE) engine_finish(engine, choice, finish, SITS_OK, finish == SITS_FINISH_STOP ? token : -1);
   else update_entry(engine, choice);
 }

@@ -14,7 +14,7 @@ VLLM = {
     "gauge": ["num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc", "cache_config_info"],
     "counter": ["prompt_tokens", "prompt_tokens_cached", "prompt_tokens_by_source", "generation_tokens", "request_success",
                 "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "admission_rejections", "spec_decode_num_drafts",
-                "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"],
+                "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"],
     "histogram": ["time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
                   "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
                   "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
@@ -137,6 +137,16 @@ def test_classes_tenants_and_stages_agree_with_what_was_asked(server):
         assert count_of(found[name]) == 5
     longest = next(s.value for s in found["request_max_num_generation_tokens"].samples if s.name.endswith("_sum"))
     assert longest == 3 * 6 + 4 + 4  # of n = 2 choices the longest counts
+
+
+def test_drafts_by_position(server):
+    text = "one two three one two three one two three one two three"
+    assert server.complete(text, max_tokens=60, ignore_eos=True, temperature=0)[0] == 200
+    found = families(server)
+    at = values(found["spec_decode_num_accepted_tokens_per_pos"], "position")
+    assert list(at) == [(str(i),) for i in range(16)] and list(at.values()) == sorted(at.values(), reverse=True)
+    assert sum(at.values()) == values(found["spec_decode_num_accepted_tokens"], "model_name")[("tiny",)]
+    assert at[("0",)] <= values(found["spec_decode_num_drafts"], "model_name")[("tiny",)]
 
 
 def test_page_pool_by_codec(server, tmp_path_factory):

@@ -241,6 +241,10 @@ static void render_counters(const struct metrics *m, const struct engine_stats *
   counter(m, out, "spec_decode_num_draft_tokens_total", "Draft tokens verified.", e->spec_draft_tokens);
   counter(m, out, "spec_decode_num_model_tokens_total", "Tokens that the draft model guessed.", e->spec_model_tokens);
   counter(m, out, "spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", e->spec_accepted_tokens);
+  metrics_text_header(out, "spec_decode_num_accepted_tokens_per_pos_total", "counter", "Draft tokens accepted, by position in the draft.");
+  for (int i = 0; i < ENGINE_SPEC_POSITIONS; i++)
+    buf_printf(out, "sits2026:spec_decode_num_accepted_tokens_per_pos_total{%s,position=\"%d\"} %llu\n", m->label, i,
+               (unsigned long long)e->spec_accepted_at[i]);
   counter(m, out, "engine_steps_total", "Engine steps.", e->n_steps);
   metrics_text_header(out, "submissions_refused_total", "counter",
                       "Submissions that the engine's queue refused, by the limit that they met.");

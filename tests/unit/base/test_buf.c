@@ -34,6 +34,25 @@ static void test_appends(void **state)
   buf_fini(&buf);
 }
 
+/* Every length around the ends of what is there already. */
+static void test_printf_lengths(void **state)
+{
+  (void)state;
+  for (int before = 0; before < 70; before++)
+    for (int n = 0; n < 140; n++) {
+      struct buf buf;
+      buf_init(&buf, 128);
+      for (int i = 0; i < before; i++) assert_true(buf_append_char(&buf, 'x'));
+      bool fits = before + n <= 128;
+      assert_int_equal(buf_printf(&buf, "%.*s", n, "0123456789012345678901234567890123456789012345678901234567890123456789"
+                                  "0123456789012345678901234567890123456789012345678901234567890123456789"), fits);
+      assert_int_equal(buf.size, fits ? before + n : before);
+      assert_int_equal(buf.failed, !fits);
+      if (buf.data) assert_int_equal(strlen(buf.data), buf.size);
+      buf_fini(&buf);
+    }
+}
+
 /* What does not fit is left out whole, later appends that fit go in, and `failed` says so until buf_clear. */
 static void test_limit(void **state)
 {
@@ -128,7 +147,8 @@ static void test_no_memory(void **state)
 
 int main(void)
 {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_appends), cmocka_unit_test(test_limit), cmocka_unit_test(test_cutting),
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_appends), cmocka_unit_test(test_printf_lengths),
+    cmocka_unit_test(test_limit), cmocka_unit_test(test_cutting),
                                      cmocka_unit_test(test_json_escapes), cmocka_unit_test(test_no_memory)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
