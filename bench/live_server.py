@@ -171,4 +171,5 @@ def main():
     open(a.json, "w").write(text + "\n") if a.json else print(text)
 
 
-main()
+if __name__ == "__main__":
+    main()

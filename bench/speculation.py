@@ -1,0 +1,173 @@
+"""What speculation is worth, and that it changes nothing, on a live server with a real model.
+
+  equal  100 prompts, greedy: token ids without speculation, with prompt lookup, and with a draft model (--draft-model; default the model
+         itself), several at once
+  speed  one stream; passages to summarise and code to edit: tokens/s with and without prompt lookup, runs taken in turns
+  busy   as many streams as speculative-max-running: tokens/s with and without speculation, runs taken in turns
+
+Prints one JSON object; --json FILE writes it. The servers run at the same time and take turns, so that what else the machine does meets
+all of them alike."""
+import argparse, concurrent.futures, datetime, json, pathlib, statistics, subprocess, urllib.request
+
+from live_server import ROOT, Server
+
+CODE = [
+    ("total", """def average(values):
+    s = 0
+    n = 0
+    for v in values:
+        s = s + v
+        n = n + 1
+    if n == 0:
+        return 0
+    return s / n
+"""),
+    ("result", """def primes(limit):
+    found = []
+    for candidate in range(2, limit):
+        is_prime = True
+        for p in found:
+            if candidate % p == 0:
+                is_prime = False
+                break
+        if is_prime:
+            found.append(candidate)
+    return found
+"""),
+    ("words", """def count_words(path):
+    counts = {}
+    with open(path) as file:
+        for line in file:
+            for word in line.split():
+                word = word.lower()
+                counts[word] = counts.get(word, 0) + 1
+    return counts
+"""),
+    ("matrix", """def transpose(rows):
+    if not rows:
+        return []
+    width = len(rows[0])
+    columns = []
+    for i in range(width):
+        column = []
+        for row in rows:
+            column.append(row[i])
+        columns.append(column)
+    return columns
+"""),
+]
+
+
+def ask(server, body):
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/chat/completions", json.dumps(body).encode(),
+                                     {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return json.load(answer)
+
+
+def chat(text, max_tokens, **more):
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True,
+            "return_timing": True, **more}
+
+
+def passages(path, n, size):
+    lines = [line.strip() for line in open(path, encoding="utf-8") if len(line) > size]
+    return [line[:size] for line in lines[:n]]
+
+
+def metric(server, name):
+    for line in server.text("/metrics").splitlines():
+        if line.startswith(f"sits2026:{name}{{"):
+            return int(float(line.rsplit(" ", 1)[1]))
+
+
+def drafted(server):
+    names = {"drafted": "draft_tokens", "accepted": "accepted_tokens", "guessed_by_model": "model_tokens"}
+    return {key: metric(server, f"spec_decode_num_{name}_total") for key, name in names.items()}
+
+
+def equal(servers, texts, n_prompts):
+    bodies = [chat(f"Summarise this text:\n{t}" if i % 2 else f"Go on with this text:\n{t}", 48) for i, t in enumerate(texts[:n_prompts])]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        ids = {name: list(pool.map(lambda b: ask(server, b)["choices"][0]["token_ids"], bodies)) for name, server in servers.items()}
+    wanted = ids["off"]
+    return {"prompts": len(bodies), "tokens": sum(map(len, wanted)),
+            **{name: {"different": sum(a != b for a, b in zip(got, wanted)), **drafted(servers[name])}
+               for name, got in ids.items() if name != "off"}}
+
+
+def rate(answer):
+    """Tokens/s behind the first token."""
+    timing = answer["usage"]["timing"]
+    return answer["usage"]["completion_tokens"] - 1, timing["total_ms"] - timing["time_to_first_token_ms"] - timing["delivery_ms"]
+
+
+def speed(servers, texts, rounds):
+    kinds = {"summarise": [chat(f"Summarise the following text. Quote its most important sentences.\n\n{t}", 96, ignore_eos=True)
+                           for t in texts[:4]],
+             "edit code": [chat(f"Rename the first variable of this function to {name} and write out the whole function.\n\n{code}", 96,
+                                ignore_eos=True) for name, code in CODE]}
+    out = {}
+    for kind, bodies in kinds.items():
+        spent = {name: [0, 0] for name in servers}
+        for _ in range(rounds):
+            for body in bodies:
+                for name, server in servers.items():
+                    n, ms = rate(ask(server, body))
+                    spent[name][0] += n
+                    spent[name][1] += ms
+        out[kind] = {name: round(1000 * n / ms, 1) for name, (n, ms) in spent.items()}
+        out[kind]["ratio"] = round(out[kind]["lookup"] / out[kind]["off"], 2)
+    return out
+
+
+def busy(servers, texts, rounds, streams):
+    bodies = [chat(f"Go on with this text:\n{t}", 96, ignore_eos=True) for t in texts[:streams]]
+    rates = {name: [] for name in servers}
+    with concurrent.futures.ThreadPoolExecutor(streams) as pool:
+        for _ in range(rounds):
+            for name, server in servers.items():
+                answers = list(pool.map(lambda b: rate(ask(server, b)), bodies))
+                rates[name].append(sum(1000 * n / ms for n, ms in answers))
+    ratios = [a / b for a, b in zip(rates["lookup"], rates["off"])]
+    return {"streams": streams, **{name: round(statistics.median(r), 1) for name, r in rates.items()},
+            "ratio_median": round(statistics.median(ratios), 4), "ratios": [round(r, 3) for r in ratios]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft-model")
+    parser.add_argument("--text", required=True, help="lines of prose")
+    parser.add_argument("--bin", type=pathlib.Path, default=ROOT / "build/release/bin")
+    parser.add_argument("--cases", default="equal,speed,busy")
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json")
+    o = parser.parse_args()
+    texts, cases = passages(o.text, 200, 600), o.cases.split(",")
+    options = ("--device", "cpu", "--max-model-len", 2048, "--max-num-seqs", 16)
+    servers = {"off": Server(o.bin, o.model, *options, "--speculative-tokens", 0), "lookup": Server(o.bin, o.model, *options)}
+    if "equal" in cases:
+        servers["draft model"] = Server(o.bin, o.model, *options, "--draft-model", o.draft_model or o.model)
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    out = {"date": datetime.date.today().isoformat(), "commit": commit, "machine": cpu,
+           "command": "bench/speculation.py --cases " + o.cases,
+           "model": pathlib.Path(o.model).name, "draft_model": pathlib.Path(o.draft_model or o.model).name}
+    if "equal" in cases:
+        out["equal"] = equal(servers, texts, o.prompts)
+        servers.pop("draft model").stop()
+    if "speed" in cases:
+        out["speed"] = speed(servers, texts, o.rounds)
+    if "busy" in cases:
+        out["busy"] = busy(servers, texts, o.rounds, 8)
+    for server in servers.values():
+        server.stop()
+    text = json.dumps(out, indent=1)
+    print(text)
+    if o.json:
+        pathlib.Path(o.json).write_text(text + "\n")
+
+
+main()
