@@ -121,7 +121,8 @@ def main():
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
     result = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "bench": "scrape", "commit": commit,
-              "cpu": cpu, "cores": len(os.sched_getaffinity(0)), "command": ["bench/scrape.py", *map(str, sys.argv[1:])],
+              "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
+              "command": ["bench/scrape.py", *(os.path.basename(word) for word in sys.argv[1:])],
               "model": pathlib.Path(options.model).name, "streams": options.streams, "server_threads": options.threads,
               "idle": summary(idle), "with_streams": summary(busy)}
     pathlib.Path(options.json).write_text(json.dumps(result, indent=1) + "\n")

@@ -85,3 +85,12 @@ def test_both_images_end_alike():
             for name in ("Dockerfile", "Dockerfile.cuda")]
     assert ends[0] == ends[1] and len(ends[0]) == 5
     assert ends[0][0] == "USER 10001:10001"
+
+
+def test_images_build_with_the_packages_of_setup():
+    """One list of libraries: scripts/lib.sh's."""
+    wanted = set(re.findall(r"\blib[\w.+-]+-dev\b", re.search(r"BUILD_PACKAGES=\((.*?)\)", (ROOT / "scripts/lib.sh").read_text(), re.S)[1]))
+    assert len(wanted) > 6
+    for name in ("Dockerfile", "Dockerfile.cuda"):
+        build = (ROOT / "docker" / name).read_text().split("\nFROM ")[1]
+        assert set(re.findall(r"\blib[\w.+-]+-dev\b", build)) == wanted, name
