@@ -347,6 +347,59 @@ struct k_sample {
 };
 int sits_k_sample(const struct k_sample *args, struct k_stream at);
 
+/* ---- collectives between ranks over peer memory (kernels/comm/) ----
+ * Every rank is a device (or a part of one) with a receive memory that its peers may write; all calls are made by all ranks in the same
+ * order. A spin ends after timeout_ns or when *abort_word is set: then *lost_word becomes 1 and all later calls run through. */
+#define K_MAX_RANKS 8
+#define K_GATHER_CTAS 64
+struct k_ranks_state { uint32_t reduce_calls, reduce_done, gather_calls, gather_done, is_lost; }; /* device memory, zero at first */
+struct k_ranks {
+  int32_t rank, n_ranks;
+  struct k_ranks_state *state; /* on this device */
+  const int32_t *abort_word;   /* host memory that the device reads */
+  int32_t *lost_word;          /* host memory that the device writes */
+  uint64_t timeout_ns;
+};
+
+enum k_reduce_protocol { K_REDUCE_PUSH, K_REDUCE_BULK, K_REDUCE_NONE };
+/* h += sum over ranks of f16(sum of slabs), or of own_half; out = form(rms_norm(h) * gain) as sits_k_norm; out.data NULL: no norm. */
+struct k_reduce {
+  struct k_ranks ranks;
+  enum k_reduce_protocol protocol;
+  const float *slabs;          /* [n_slabs][slab_stride] f32, each [T][E] */
+  int32_t n_slabs;
+  int64_t slab_stride;
+  const void *own_half;        /* [T][E] f16 instead of slabs, or NULL; with NONE: the sum over ranks */
+  float *h;                    /* [T][E] */
+  const float *gain;           /* [E] */
+  float eps;
+  int32_t n_tokens, width;     /* T E */
+  struct k_act out;
+  int32_t max_ctas;            /* that are resident together for certain */
+  void *push[K_MAX_RANKS];     /* of each rank: [2][n_ranks][push_rows][E] as {2 f16, u32, 2 f16, u32} */
+  void *bulk[K_MAX_RANKS];     /* of each rank: [2][n_ranks][bulk_rows][E] f16 */
+  uint32_t *bulk_flag[K_MAX_RANKS]; /* of each rank: [2][n_ranks][bulk_rows], zero at first */
+  int32_t push_rows, bulk_rows;
+};
+K_FN size_t k_reduce_push_bytes(int32_t n_ranks, int32_t rows, int32_t width) { return (size_t)2 * n_ranks * rows * width * 4; }
+K_FN size_t k_reduce_bulk_bytes(int32_t n_ranks, int32_t rows, int32_t width) { return (size_t)2 * n_ranks * rows * width * 2; }
+int sits_k_reduce_init(void);
+int sits_k_reduce(const struct k_reduce *args, struct k_stream at);
+/* out [T][E] f16 = f16(sum of slabs), before a library's all-reduce. */
+int sits_k_reduce_share(const struct k_reduce *args, void *out, struct k_stream at);
+
+/* out of every rank [T][n_ranks * n_cols] f32 = x [T][n_cols] of all ranks side by side. */
+struct k_gather {
+  struct k_ranks ranks;
+  const float *x;
+  int32_t n_rows, n_cols, max_ctas;
+  float *out[K_MAX_RANKS];     /* of each rank */
+  uint32_t *flag[K_MAX_RANKS]; /* of each rank: [n_ranks][K_GATHER_CTAS], zero at first */
+};
+int sits_k_gather_columns(const struct k_gather *args, struct k_stream at);
+/* One thread that waits until *abort_word is set, at most max_ns: a hung device, for tests. */
+int sits_k_stall(const int32_t *abort_word, int64_t max_ns, struct k_stream at);
+
 /* ---- synthetic weights ---- */
 /* Random packed 4-bit weights of about unit gain: nibbles from a counter hash, scales spread * 1..1.5 times a power-of-two multiplier. */
 struct k_fill_w4 { void *weight; enum k_w4_format format; int32_t rows, cols; float scale; uint32_t seed; float *channel; };

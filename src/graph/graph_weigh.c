@@ -63,6 +63,14 @@ static bool has_one_reader(const struct graph *g, const struct graph_node *norm,
   return n == n_linear && norm->out[0] != g->output && (n == 1 || (n > 1 && n <= PROGRAM_MAX_PARTS && is_same && can_group));
 }
 
+/* Can the ADD that reads this value go into the LINEAR that makes it (or its share of it, with REDUCE)? */
+static bool is_of_linear(const struct graph *g, graph_value value, uint32_t fusions)
+{
+  if (sole_of_kind(g, value, PROGRAM_LINEAR) >= 0) return true;
+  const int32_t reduce = (fusions & PROGRAM_FUSE_REDUCE) ? sole_of_kind(g, value, PROGRAM_ALL_REDUCE) : -1;
+  return reduce >= 0 && sole_of_kind(g, g->nodes[reduce].in[0], PROGRAM_LINEAR) >= 0;
+}
+
 struct junction { bool can_add, can_norm, can_both; double op, pass, norm, repeats; };
 
 /* Price of one way; negative: not possible. */
@@ -86,7 +94,7 @@ static void weigh_norm(struct graph *g, int32_t i, uint32_t fusions)
                        .op = (double)g->costs->op_ns, .pass = pass_ns(g, norm->in[0]), .norm = norm_ns(g, norm->in[0]),
                        .repeats = (double)g->costs->norm_repeats};
   for (int side = 0; add != NULL && side < 2; side++)
-    j.can_add |= (fusions & PROGRAM_FUSE_ADD) && sole_of_kind(g, add->in[side], PROGRAM_LINEAR) >= 0;
+    j.can_add |= (fusions & PROGRAM_FUSE_ADD) && is_of_linear(g, add->in[side], fusions);
   double least = price(&j, add != NULL, false, false, false);
   uint32_t used = 0;
   for (uint32_t way = 1; way < 5; way++) {

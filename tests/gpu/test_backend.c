@@ -17,6 +17,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "base/mem.h"
 #include "engine/runner.h"
 #include "gpu_test.h"
@@ -40,11 +41,14 @@ static int32_t token_of(int32_t seq, int32_t pos, int32_t vocab)
   return (int32_t)((mix((uint32_t)(seq * 7919 + pos)) >> 8) % (uint32_t)vocab);
 }
 
+static int32_t n_ranks_of_cuda = 1;     /* all on device 0 */
+
 static bool open_side(struct side *side, const char *path, const char *device, const char *codec, const char *recipe)
 {
   struct sits_error err = {0};
-  const struct runner_options options = {
+  struct runner_options options = {
       .model_path = path, .device = device, .kv_codec = codec, .backend = {.max_batch_tokens = 1024, .max_seqs = 32, .recipe = recipe}};
+  if (strcmp(device, "cuda") == 0) options.backend.n_ranks = n_ranks_of_cuda, options.backend.has_devices = true;
   enum sits_status status = runner_open(&side->runner, &options, &err);
   if (!status) status = runner_kv_create(&side->runner, SEQS * PAGES + 4, &err);
   if (status) printf("      %s %s: %s\n", device, codec, err.text);
@@ -209,7 +213,7 @@ static void run_model(const char *path, const char *name, const char *codec, dou
   for (int32_t s = 0; s < SEQS; s++) from[s] += part[s], n_new[s] = 1;
   compare(&cpu, &cuda, from, n_new, limit, "decode again");
   check_sampling(&cuda, from, n_new);
-  check_ahead(&cuda, from[0]);
+  if (cuda.runner.vtable->in_flight > 1) check_ahead(&cuda, from[0]);
   const int32_t beyond[SEQS] = {PAGES * 64, 1, 1, 1, 1};
   struct backend_result r;
   verdict(step(&cuda, beyond, n_new, NULL, &r) == SITS_INVALID_ARGUMENT, "a position outside the table is refused");
@@ -293,6 +297,31 @@ static void run_engine_files(const char *folder)
   free(names);
 }
 
+/* A rank's device hangs: the step ends with DEVICE soon after the time allowed. */
+static void run_stall(const char *path)
+{
+  struct sits_error err = {0};
+  struct side side = {0};
+  struct backend_result r;
+  const int32_t from[SEQS] = {0}, n_new[SEQS] = {1, 1, 1, 1, 1};
+  const struct runner_options options = {.model_path = path, .device = "cuda", .kv_codec = "f16",
+                                         .backend = {.max_batch_tokens = 1024, .max_seqs = 32, .n_ranks = 2, .has_devices = true,
+                                                     .collective_timeout_ms = 1000}};
+  setenv("SITS_CUDA_STALL", "1:2", 1);
+  enum sits_status status = runner_open(&side.runner, &options, &err);
+  if (!status) status = runner_kv_create(&side.runner, SEQS * PAGES + 4, &err);
+  if (!status) status = step(&side, from, n_new, NULL, &r);
+  verdict(status == SITS_OK, "before a rank hangs: status %d %s", status, err.text);
+  if (status) return;
+  const int64_t start_us = clock_monotonic_us();
+  status = step(&side, from, n_new, NULL, &r);
+  const double s = (double)(clock_monotonic_us() - start_us) * 1e-6;
+  verdict(status == SITS_DEVICE && s < 10, "a rank that hangs: status %d after %.1f s", status, s);
+  verdict(step(&side, from, n_new, NULL, &r) == SITS_DEVICE, "and for ever");
+  unsetenv("SITS_CUDA_STALL");
+  runner_close(&side.runner);
+}
+
 int main(void)
 {
   gpu_open();
@@ -304,6 +333,11 @@ int main(void)
     run_model(path, "stories260K", "int8", 0.04);
     run_model(path, "stories260K", "int4", 0.30);
     run_model(path, "stories260K", "fp4", 0.30);
+    n_ranks_of_cuda = 2;
+    run_model(path, "stories260K over 2 ranks", "f16", 0.04);
+    run_model(path, "stories260K over 2 ranks", "int8", 0.04);
+    n_ranks_of_cuda = 1;
+    run_stall(path);
   } else
     printf("SKIP  %s is absent\n", path);
   if (big && access(big, R_OK) == 0) {

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/cuda/cuda_comm.h"
 #include "backend/cuda/cuda_internal.h"
 #include "base/clock.h"
 #include "base/mem.h"
@@ -62,8 +63,6 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
 {
   if (options->max_batch_tokens < 1 || options->max_seqs < 1)
     return sits_fail(err, SITS_INVALID_ARGUMENT, "cuda: max_batch_tokens and max_seqs must be positive");
-  if (options->group != NULL)
-    return sits_fail_param(err, SITS_UNSUPPORTED, "tensor-parallel-size", "cuda: models over several devices are not supported");
   struct cudaDeviceProp prop;
   if (!cuda_is_usable() || cudaSetDevice(options->device) != cudaSuccess ||
       cudaGetDeviceProperties(&prop, options->device) != cudaSuccess)
@@ -211,7 +210,7 @@ static enum sits_status copy_results(struct backend_program *p, const struct cud
     status = CUDA_CALL(backend, cudaMemcpyAsync(slot->host_sampled, p->sampled, (size_t)b->n_rows * sizeof(int32_t), cudaMemcpyDeviceToHost,
                                                 backend->stream));
   if (status != SITS_OK || !brings_logits(b)) return status;
-  const size_t bytes = (size_t)b->n_rows * (size_t)p->head->rows * sizeof(float);
+  const size_t bytes = (size_t)b->n_rows * (size_t)p->program->dims.n_vocab * sizeof(float);
   return CUDA_CALL(backend, cudaMemcpyAsync(p->host_logits, p->logits, bytes, cudaMemcpyDeviceToHost, backend->stream));
 }
 
@@ -240,6 +239,7 @@ static enum sits_status enqueue(struct backend_program *p, struct backend_kv *kv
   int32_t *host = in->host[p->next_slot];
   fill_inputs(kv, b, in, host, bucket > 0 ? bucket : b->n_seqs, has_fast_decode);
   enum sits_status status = CUDA_CALL(backend, cudaEventRecord(slot->started, backend->stream));
+  if (status == SITS_OK) status = cuda_comm_stall_if_due(p);
   if (status == SITS_OK) status = copy_inputs(p, slot, b, in, host);
   if (status == SITS_OK && b->sample != NULL && b->n_rows > 0) status = copy_samples(p, slot, b, bucket > 0 ? bucket : b->n_rows);
   if (status == SITS_OK && bucket > 0)
@@ -279,6 +279,7 @@ static enum sits_status cuda_wait(struct backend_program *p, struct backend_resu
   if (p->n_pending == 0) return SITS_INVALID_ARGUMENT;
   enum sits_status status = CUDA_CALL(p->backend, cudaEventSynchronize(slot->done));
   if (status == SITS_OK) status = CUDA_CALL(p->backend, cudaEventElapsedTime(&ms, slot->started, slot->done));
+  if (status == SITS_OK) status = cuda_comm_check(p);
   if (status != SITS_OK) return status;
   p->n_pending--;
   *result = (struct backend_result){.logits = slot->has_logits ? p->host_logits : NULL,
@@ -292,7 +293,8 @@ static void cuda_stats(const struct backend_program *p, struct backend_stats *ou
 const struct backend_vtable backend_cuda = {
     .abi = BACKEND_ABI,
     .name = "cuda",
-    .fusions = PROGRAM_FUSE_GROUP | PROGRAM_FUSE_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV | PROGRAM_FUSE_SWIGLU | PROGRAM_FUSE_ADD,
+    .fusions = PROGRAM_FUSE_GROUP | PROGRAM_FUSE_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV | PROGRAM_FUSE_SWIGLU | PROGRAM_FUSE_ADD |
+               PROGRAM_FUSE_REDUCE,
     /* a node of a graph; device memory; a fused norm is a factor of the product, its sum of squares in f32, as head norms are */
     .costs = {.op_ns = 1300, .byte_ns = 0.0003F, .norm_ns = 0.001F, .norm_repeats = 1, .tokens = 8,
               .f32_fusions = PROGRAM_FUSE_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV},
@@ -313,4 +315,6 @@ const struct backend_vtable backend_cuda = {
     .submit = cuda_submit,
     .wait = cuda_wait,
     .stats = cuda_stats,
+    .choose_devices = cuda_choose_devices,
+    .collectives = cuda_comm_table,
 };

@@ -3,11 +3,13 @@
  *
  * The backend offers the fusions GROUP, NORM, ROPE, QKV, SWIGLU and ADD, so a transformer layer arrives as five ops:
  *   LINEAR (NORM, QKV, ROPE) -> ATTENTION -> LINEAR (ADD) -> LINEAR (NORM, SWIGLU) -> LINEAR (ADD)
- * after EMBED and before SELECT_ROWS and the head's LINEAR (NORM). Any other list is refused by name.
+ * after EMBED and before SELECT_ROWS and the head's LINEAR (NORM). A rank's program
+ * has REDUCE beside ADD and ALL_GATHER after the head. Any other list is refused by name.
  */
 #include <stdio.h>
 #include <string.h>
 
+#include "backend/cuda/cuda_comm.h"
 #include "backend/cuda/cuda_internal.h"
 #include "base/mem.h"
 
@@ -53,6 +55,12 @@ static struct cuda_weight *intern(struct backend_program *p, const struct progra
     if (try_status != SITS_OK) return try_status;                                                                                        \
   } while (0)
 
+/* What the LINEARs after attention and SwiGLU have fused. */
+static uint32_t joined(const struct backend_program *p)
+{
+  return PROGRAM_FUSE_ADD | (program_n_ranks(p->program) > 1 ? PROGRAM_FUSE_REDUCE : 0u);
+}
+
 static enum sits_status read_layer(struct reader *r, struct cuda_layer *layer)
 {
   struct backend_program *p = r->p;
@@ -64,14 +72,14 @@ static enum sits_status read_layer(struct reader *r, struct cuda_layer *layer)
   TRY(cuda_vector_load(p->backend, p, op->q_gain, &layer->q_gain, r->err));
   TRY(cuda_vector_load(p->backend, p, op->k_gain, &layer->k_gain, r->err));
   TRY(expect(r, PROGRAM_ATTENTION, 0, -1, &op));
-  TRY(expect(r, PROGRAM_LINEAR, PROGRAM_FUSE_ADD, 1, &op));
+  TRY(expect(r, PROGRAM_LINEAR, joined(p), 1, &op));
   layer->o = intern(p, op, false);
   TRY(cuda_act_plan(p, layer->o, op, r->err));
   TRY(expect(r, PROGRAM_LINEAR, PROGRAM_FUSE_NORM | PROGRAM_FUSE_SWIGLU, 2, &op));
   layer->gate_up = intern(p, op, true);
   TRY(cuda_act_plan(p, layer->gate_up, op, r->err));
   TRY(cuda_vector_load(p->backend, p, op->gain, &layer->ffn_gain, r->err));
-  TRY(expect(r, PROGRAM_LINEAR, PROGRAM_FUSE_ADD, 1, &op));
+  TRY(expect(r, PROGRAM_LINEAR, joined(p), 1, &op));
   layer->down = intern(p, op, false);
   TRY(cuda_act_plan(p, layer->down, op, r->err));
   const struct cuda_weight *no_bias[] = {layer->o, layer->gate_up, layer->down};
@@ -100,6 +108,7 @@ static enum sits_status read_program(struct backend_program *p, struct sits_erro
   TRY(cuda_act_plan(p, p->head, op, err));
   if (op->parts[0].bias != NULL) return sits_fail(err, SITS_UNSUPPORTED, "cuda: %s: bias not supported", op->parts[0].bias->name);
   TRY(cuda_vector_load(p->backend, p, op->gain, &p->final_gain, err));
+  if (program_n_ranks(p->program) > 1) TRY(expect(&r, PROGRAM_ALL_GATHER, 0, -1, &op));
   if (r.at != p->program->n_ops) return sits_fail(err, SITS_UNSUPPORTED, "cuda: op %d after the head", r.at);
   return SITS_OK;
 }
@@ -192,8 +201,8 @@ static bool make_workspaces(struct backend_program *p)
        (p->slabs = cuda_memory_alloc(
             b, p, most(t * (size_t)d->n_embd, small * 8 * most((size_t)d->n_embd, (size_t)layer->qkv->rows)) * sizeof(float))) != NULL;
   ok = ok && (p->expanded = cuda_memory_alloc(b, p, expanded)) != NULL;
-  ok = ok && (p->logits = cuda_memory_alloc(b, p, (r + 16) * (size_t)p->head->rows * sizeof(float))) != NULL;
-  ok = ok && (p->host_logits = cuda_pinned_alloc(b, p, r * (size_t)p->head->rows * sizeof(float))) != NULL;
+  ok = ok && (p->logits = cuda_memory_alloc(b, p, (r + 16) * (size_t)d->n_vocab * sizeof(float))) != NULL;
+  ok = ok && (p->host_logits = cuda_pinned_alloc(b, p, r * (size_t)d->n_vocab * sizeof(float))) != NULL;
   ok = ok && (p->table = cuda_memory_alloc(b, p, r * (size_t)p->max_pages * sizeof(int32_t))) != NULL;
   ok = ok && (p->sample_rows = cuda_memory_alloc(b, p, r * sizeof *p->sample_rows)) != NULL;
   ok = ok && (p->sampled = cuda_memory_alloc(b, p, r * sizeof(int32_t))) != NULL;
@@ -254,8 +263,9 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
         sits_fail(err, SITS_NOMEM, "cuda: workspaces for %d tokens and %d sequences do not fit the device", p->max_tokens, p->max_rows);
   if (status == SITS_OK) status = make_slots(p, err);
   if (status == SITS_OK) status = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream));
+  if (status == SITS_OK) status = cuda_comm_open(p, err);
   if (status != SITS_OK) {
-    if (status == SITS_DEVICE) (void)sits_fail(err, SITS_DEVICE, "cuda: the device has failed");
+    if (status == SITS_DEVICE && err != NULL && err->text[0] == '\0') (void)sits_fail(err, SITS_DEVICE, "cuda: the device has failed");
     cuda_program_destroy(p);
     return status;
   }
@@ -269,6 +279,7 @@ void cuda_program_destroy(struct backend_program *p)
   if (p == NULL) return;
   (void)cudaStreamSynchronize(p->backend->stream);
   cuda_graph_clear(p);
+  cuda_comm_close(p);
   cuda_gemm_fini(p);
   for (int32_t i = 0; i < CUDA_IN_FLIGHT; i++) {
     if (p->slots[i].started) (void)cudaEventDestroy(p->slots[i].started);

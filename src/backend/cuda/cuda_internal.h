@@ -131,6 +131,7 @@ struct backend_program {
   struct cuda_slot slots[CUDA_IN_FLIGHT];
   int32_t next_slot, n_pending;     /* slot of the next batch; batches in flight, the oldest first */
   struct backend_stats stats;
+  struct cuda_comm *comm;           /* collectives of a rank; NULL: this device has the whole model (cuda_comm.h) */
 };
 
 /* See cuda_kept.c. */

@@ -6,6 +6,7 @@
  * added
  * by the next layer's norm.
  */
+#include "backend/cuda/cuda_comm.h"
 #include "backend/cuda/cuda_internal.h"
 
 #define TRY(call)                                                                                                                        \
@@ -212,9 +213,16 @@ static enum sits_status embed(struct backend_program *p, const struct cuda_step 
   return SITS_OK;
 }
 
+/* Where the head writes; gathered into p->logits where it has only a rank's rows. */
+static float *head_logits(const struct backend_program *p) { return p->comm != NULL ? p->comm->local_logits : p->logits; }
+
 static enum sits_status head(struct backend_program *p, const struct cuda_step *step, int32_t n_slabs, struct k_stream at)
 {
   const struct program_dims *d = &p->program->dims;
+  if (p->comm != NULL && n_slabs != 0) {
+    TRY(cuda_comm_reduce(p, step->n_tokens, n_slabs, p->final_gain, NULL, at));
+    n_slabs = 0;
+  }
   const struct k_act x = cuda_act_form(p, p->head, step->n_rows);
   const struct k_norm norm = {p->h,
                               p->slabs,
@@ -227,7 +235,7 @@ static enum sits_status head(struct backend_program *p, const struct cuda_step *
                               step->in->row_token,
                               x};
   LAUNCH(sits_k_norm(&norm, at));
-  return cuda_gemm(p, p->head, step->n_rows, &x, CUDA_GEMM_F32, p->logits, NULL, NULL, at);
+  return cuda_gemm(p, p->head, step->n_rows, &x, CUDA_GEMM_F32, head_logits(p), NULL, NULL, at);
 }
 
 /* One GEMM of the fast path; the caller sets output, y, ld, next, gain. */
@@ -251,6 +259,20 @@ static void with_residual(struct k_w4a16 *a, const struct backend_program *p, in
   a->next = p->frag_e[i], a->gain = gain, a->ssq = p->ssq[i];
 }
 
+/* o and down of the fast path: their sums join the residual stream, and the next norm's fragments follow. */
+static enum sits_status join(struct backend_program *p, struct k_w4a16 *a, int32_t i, const float *gain, struct k_stream at)
+{
+  const int32_t n = a->n_tokens, m = k_w4a16_tokens(n);
+  if (p->comm == NULL)
+    with_residual(a, p, i, gain);
+  else
+    a->output = K_OUT_F32, a->y = p->slabs, a->ld = a->rows;
+  LAUNCH(sits_k_w4a16(a, p->backend->n_sm, at));
+  if (p->comm == NULL) return SITS_OK;
+  const struct k_act next = {.form = K_ACT_FRAG_F16, .data = p->frag_e[i], .tile = m};
+  return cuda_comm_reduce(p, n, 1, gain, &next, at);
+}
+
 static enum sits_status run_fast(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
 {
   const int32_t n = step->n_tokens, m = k_w4a16_tokens(n),
@@ -263,23 +285,22 @@ static enum sits_status run_fast(struct backend_program *p, struct backend_kv *k
     const struct cuda_layer *layer = &p->layers[l];
     struct k_w4a16 qkv = fast_gemm(layer->qkv, n, p->frag_e[i]), o = fast_gemm(layer->o, n, p->frag_a[i]),
                    gate_up = fast_gemm(layer->gate_up, n, p->frag_e[i]), down = fast_gemm(layer->down, n, p->frag_f[i]);
-    with_norm(&qkv, p, i);
+    const bool is_normed = p->comm != NULL; /* by the all-reduce; the embedding's row is not */
+    if (!is_normed || l == 0) with_norm(&qkv, p, i);
     qkv.output = K_OUT_F16, qkv.y = p->qkv, qkv.ld = layer->qkv->rows;
-    with_residual(&o, p, i, layer->ffn_gain);
-    with_norm(&gate_up, p, i);
+    if (!is_normed) with_norm(&gate_up, p, i);
     gate_up.output = K_OUT_SWIGLU, gate_up.next = p->frag_f[i];
-    with_residual(&down, p, i, l + 1 < n_layers ? p->layers[l + 1].attn_gain : p->final_gain);
     LAUNCH(sits_k_w4a16(&qkv, n_sm, at));
     TRY(attention(p, kv, step, l, 0, m, p->frag_a[i], at));
-    LAUNCH(sits_k_w4a16(&o, n_sm, at));
+    TRY(join(p, &o, i, layer->ffn_gain, at));
     LAUNCH(sits_k_w4a16(&gate_up, n_sm, at));
-    LAUNCH(sits_k_w4a16(&down, n_sm, at));
+    TRY(join(p, &down, i, l + 1 < n_layers ? p->layers[l + 1].attn_gain : p->final_gain, at));
   }
   if (step->n_rows == 0) return SITS_OK;
   if (!step->is_decode || p->head->form != CUDA_W4 || !p->head->has_plain_input) return head(p, step, 0, at);
   struct k_w4a16 logits = fast_gemm(p->head, n, p->frag_e[i]);
-  with_norm(&logits, p, i);
-  logits.output = K_OUT_F32, logits.y = p->logits, logits.ld = p->head->rows;
+  if (p->comm == NULL) with_norm(&logits, p, i);
+  logits.output = K_OUT_F32, logits.y = head_logits(p), logits.ld = p->head->rows;
   LAUNCH(sits_k_w4a16(&logits, n_sm, at));
   return SITS_OK;
 }
@@ -288,10 +309,21 @@ static enum sits_status norm(struct backend_program *p, const struct cuda_step *
                              const struct k_act *x, struct k_stream at)
 {
   const struct program_dims *d = &p->program->dims;
+  if (p->comm != NULL && n_slabs != 0) return cuda_comm_reduce(p, step->n_tokens, n_slabs, gain, x, at);
   const struct k_norm a = {p->h,      p->slabs, n_slabs, (int64_t)step->n_tokens * d->n_embd, gain, d->rms_eps, step->n_tokens,
                            d->n_embd, NULL,     *x};
   LAUNCH(sits_k_norm(&a, at));
   return SITS_OK;
+}
+
+/* o and down of the general path: sums for the next norm, or a rank's share of them. */
+static enum sits_status multiply_joined(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
+                                        int32_t *n_slabs, struct k_stream at)
+{
+  if (p->comm == NULL || (x->form != K_ACT_ROW_F16 && x->form != K_ACT_ROW_E4M3))
+    return cuda_gemm(p, w, n, x, CUDA_GEMM_SLABS, NULL, n_slabs, NULL, at);
+  *n_slabs = COMM_HALF;
+  return cuda_gemm(p, w, n, x, CUDA_GEMM_F16, p->comm->half, NULL, NULL, at);
 }
 
 static enum sits_status run_general(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
@@ -315,7 +347,7 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
       const struct k_convert convert = {K_SRC_F16, p->attn, heads, n, heads, x};
       LAUNCH(sits_k_convert(&convert, at));
     }
-    TRY(cuda_gemm(p, layer->o, n, &x, CUDA_GEMM_SLABS, NULL, &n_slabs, NULL, at));
+    TRY(multiply_joined(p, layer->o, n, &x, &n_slabs, at));
     x = cuda_act_form(p, layer->gate_up, n);
     TRY(norm(p, step, n_slabs, layer->ffn_gain, &x, at));
     TRY(cuda_gemm(p, layer->gate_up, n, &x, CUDA_GEMM_SWIGLU, NULL, NULL, &source, at));
@@ -323,19 +355,22 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
     const int32_t width = layer->gate_up->rows / 2;
     const struct k_convert convert = {source, p->gate_up, source == K_SRC_F16 ? width : 2 * width, n, width, x};
     LAUNCH(sits_k_convert(&convert, at));
-    TRY(cuda_gemm(p, layer->down, n, &x, CUDA_GEMM_SLABS, NULL, &n_slabs, NULL, at));
+    TRY(multiply_joined(p, layer->down, n, &x, &n_slabs, at));
   }
   return step->n_rows > 0 ? head(p, step, n_slabs, at) : SITS_OK;
 }
 
 enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
 {
+  if (p->comm != NULL && p->comm->is_shared) at.pdl = false;
   if (p->is_fast && step->n_tokens <= CUDA_FAST_TOKENS)
     TRY(run_fast(p, kv, step, at));
   else
     TRY(run_general(p, kv, step, at));
+  if (p->comm != NULL && step->n_rows > 0) TRY(cuda_comm_gather(p, step->n_rows, at));
   if (!step->is_sampled || step->n_rows == 0) return SITS_OK;
-  const struct k_sample sample = {p->logits, step->n_rows, p->program->dims.n_vocab, p->head->rows, p->sample_rows, p->sampled, NULL};
+  const int32_t vocab = p->program->dims.n_vocab;
+  const struct k_sample sample = {p->logits, step->n_rows, vocab, vocab, p->sample_rows, p->sampled, NULL};
   LAUNCH(sits_k_sample(&sample, at));
   return SITS_OK;
 }

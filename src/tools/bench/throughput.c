@@ -231,6 +231,20 @@ static json_t *measure_decode(struct steps *steps, const struct throughput_optio
   return out;
 }
 
+/* What the backend measured of its all-reduce when it was opened; empty where one device has the whole model. */
+static json_t *collectives_of(const struct runner *runner)
+{
+  static const char *const ways[] = {"push", "bulk", "library"};
+  struct backend_collective rows[64];
+  json_t *out = json_array();
+  const int32_t n = runner->vtable->collectives ? runner->vtable->collectives(runner->compiled, rows, 64) : 0;
+  for (int32_t i = 0; i < n; i++)
+    json_array_append_new(out, json_pack("{s:I, s:f, s:f, s:f, s:f, s:s}", "bytes", (json_int_t)rows[i].n_bytes, "push_us", rows[i].push_us,
+                                         "bulk_us", rows[i].bulk_us, "library_us", rows[i].library_us, "library_alone_us",
+                                         rows[i].library_alone_us, "chosen", ways[rows[i].chosen]));
+  return out;
+}
+
 static int64_t largest(const int64_t *values, int n)
 {
   int64_t most = 0;
@@ -281,6 +295,8 @@ static int measure(const struct throughput_options *options, const int64_t *prom
                                         "kv_cache_dtype", kv_codec_name(runner.codec), "program_bytes",
                                         (json_int_t)runner.vtable->program_bytes(runner.compiled), "open_ms",
                                         (double)(runner.open_us + runner.compile_us) / 1e3, "prefill", prefill, "decode", decode));
+  json_object_set_new(out, "tensor_parallel_size", json_integer(options->tensor_parallel_size));
+  json_object_set_new(out, "all_reduce", collectives_of(&runner));
   if (runner.vtable->stats) {
     struct backend_stats stats;
     runner.vtable->stats(runner.compiled, &stats);

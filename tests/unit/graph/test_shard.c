@@ -48,15 +48,21 @@ static struct graph *llama(const struct program_dims *d, const struct sits_utd *
   return g;
 }
 
-static struct program *share(const struct graph *whole, int32_t rank, int32_t n, uint32_t fusions, struct arena *arena)
+static struct program *weighed_share(const struct graph *whole, int32_t rank, int32_t n, uint32_t fusions,
+                                     const struct backend_costs *costs, struct arena *arena)
 {
   struct graph *g = NULL;
   struct program *p = NULL;
   struct sits_error err = {0};
-  if (graph_shard(whole, rank, n, arena, &g, &err) != SITS_OK || graph_stitch(g, fusions, NULL, &p, &err) != SITS_OK)
+  if (graph_shard(whole, rank, n, arena, &g, &err) != SITS_OK || graph_stitch(g, fusions, costs, &p, &err) != SITS_OK)
     fail_msg("%s", err.text);
   graph_destroy(g);
   return p;
+}
+
+static struct program *share(const struct graph *whole, int32_t rank, int32_t n, uint32_t fusions, struct arena *arena)
+{
+  return weighed_share(whole, rank, n, fusions, NULL, arena);
 }
 
 static const struct program_op *find(const struct program *p, enum program_op_kind kind, int32_t nth)
@@ -88,13 +94,17 @@ static void test_ops(void **state)
     assert_true((o->parts[0].bias != NULL) == (r == 0)); /* added once */
     assert_int_equal(head->parts[0].weight->dims[0], V / N);
     program_destroy(p);
-    /* With the fusion a layer is five ops again, and the head's product and its gathering stay two. */
-    p = share(whole, r, N, PROGRAM_FUSE_GROUP | PROGRAM_FUSE_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV | PROGRAM_FUSE_SWIGLU |
-              PROGRAM_FUSE_ADD | PROGRAM_FUSE_REDUCE, &arena);
-    assert_int_equal(p->n_ops, 1 + 5 + 3);
-    assert_int_equal(find(p, PROGRAM_LINEAR, 1)->fused, PROGRAM_FUSE_ADD | PROGRAM_FUSE_REDUCE);
-    assert_int_equal(find(p, PROGRAM_LINEAR, 3)->fused, PROGRAM_FUSE_ADD | PROGRAM_FUSE_REDUCE);
-    program_destroy(p);
+    /* With the fusion a layer is five ops again, and the head's product and its gathering stay two; also where fusions are weighed. */
+    static const struct backend_costs gpu = {.op_ns = 1300, .byte_ns = 0.0003F, .norm_ns = 0.001F, .norm_repeats = 1, .tokens = 8,
+                                             .f32_fusions = PROGRAM_FUSE_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV};
+    for (int turn = 0; turn < 2; turn++) {
+      p = weighed_share(whole, r, N, PROGRAM_FUSE_GROUP | PROGRAM_FUSE_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV | PROGRAM_FUSE_SWIGLU |
+                        PROGRAM_FUSE_ADD | PROGRAM_FUSE_REDUCE, turn ? &gpu : NULL, &arena);
+      assert_int_equal(p->n_ops, 1 + 5 + 3);
+      assert_int_equal(find(p, PROGRAM_LINEAR, 1)->fused, PROGRAM_FUSE_ADD | PROGRAM_FUSE_REDUCE);
+      assert_int_equal(find(p, PROGRAM_LINEAR, 3)->fused, PROGRAM_FUSE_ADD | PROGRAM_FUSE_REDUCE);
+      program_destroy(p);
+    }
     arena_fini(&arena);
   }
   graph_destroy(whole);
