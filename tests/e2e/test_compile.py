@@ -241,7 +241,6 @@ def test_report_of_a_real_model_at_eight_bits(tmp_path):
     (["--recipe", "w4a4"], 2, "--calibration"),
     (["--target", "cuda-sm80"], 1, "cuda-sm80"),
     (["--target", "tpu"], 2, "target"),
-    (["--kv-cache-compress", "fp4-sparse"], 1, "fp4-sparse"),
     (["--kv-cache-compress", "int3"], 2, "int3"),
     (["--calibration", "/nonexistent", "--recipe", "w4a4"], 1, "nonexistent"),
 ])
@@ -249,6 +248,17 @@ def test_refusals(args, code, text, tmp_path):
     done = run("compile", STORIES / "hf", "-o", tmp_path / "s.bin", *args)
     assert done.returncode == code and text in done.stderr, done.stderr
     assert not (tmp_path / "s.bin").exists() and not (tmp_path / "s.bin.part").exists()
+
+
+@needs_stories
+def test_a_file_that_asks_for_sparse_pages(tmp_path):
+    """A page budget is taken for such a file alone; within it the cache is fp4's to the bit."""
+    compile_model(STORIES / "hf", tmp_path / "s.bin", "--kv-cache-compress", "fp4-sparse")
+    budget = ("--kv-page-budget", 8)
+    assert np.array_equal(logits(tmp_path / "s.bin", IDS[:8], tmp_path, *budget),
+                          logits(tmp_path / "s.bin", IDS[:8], tmp_path, "--kv-cache-dtype", "fp4"))
+    done = run("eval", "forced", "--model", STORIES / "hf", "--ids", "[1, 2]", *budget)
+    assert done.returncode != 0 and "kv-page-budget" in done.stderr
 
 
 @needs_stories

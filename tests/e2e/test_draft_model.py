@@ -4,7 +4,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import BIN, DATA, SMOL, TINY, Server
+from conftest import BIN, SMOL, TINY, Server
 
 PROMPTS = ["Once upon a time", "The little dog ran", "One day, a girl named Lily", "Tom and Sam were", "In the big forest"]
 
