@@ -227,8 +227,12 @@ static inline __attribute__((always_inline)) double sum_gap_body(const float *p,
 }
 
 #if defined(__x86_64__)
-/* Without trapping-math the clamp becomes a blend, and the loop vector code. */
+/* Without trapping-math the clamp becomes a blend, and the loop vector code; clang does so by itself. */
+#if defined(__clang__)
+#define FAST __attribute__((target("avx2,fma")))
+#else
 #define FAST __attribute__((target("avx2,fma"), optimize("O3", "no-trapping-math")))
+#endif
 static FAST double sum_exp_avx2(const float *logits, int32_t n, float largest) { return sum_exp_body(logits, n, largest); }
 static FAST double sum_gap_avx2(const float *p, const float *q, int32_t n, float largest) { return sum_gap_body(p, q, n, largest); }
 static bool is_fast(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
