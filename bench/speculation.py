@@ -2,7 +2,8 @@
 
   equal  100 prompts, greedy: token ids without speculation, with prompt lookup, and with a draft model (--draft-model; default the model
          itself), several at once
-  speed  one stream; passages to summarise and code to edit: tokens/s with and without prompt lookup, runs taken in turns
+  speed  one stream; passages to summarise and to quote, code to edit: tokens/s with and without prompt lookup, runs taken in turns;
+         `bound` is what the share of tokens that came from drafts would give if verifying cost nothing
   busy   as many streams as speculative-max-running: tokens/s with and without speculation, runs taken in turns
 
 Prints one JSON object; --json FILE writes it. The servers run at the same time and take turns, so that what else the machine does meets
@@ -105,10 +106,12 @@ def rate(answer):
 def speed(servers, texts, rounds):
     kinds = {"summarise": [chat(f"Summarise the following text. Quote its most important sentences.\n\n{t}", 96, ignore_eos=True)
                            for t in texts[:4]],
+             "quote": [chat(f"{t}\n\nWrite out the text above once more, word for word.", 96, ignore_eos=True) for t in texts[:4]],
              "edit code": [chat(f"Rename the first variable of this function to {name} and write out the whole function.\n\n{code}", 96,
                                 ignore_eos=True) for name, code in CODE]}
     out = {}
     for kind, bodies in kinds.items():
+        before = drafted(servers["lookup"])
         spent = {name: [0, 0] for name in servers}
         for _ in range(rounds):
             for body in bodies:
@@ -117,6 +120,9 @@ def speed(servers, texts, rounds):
                     spent[name][0] += n
                     spent[name][1] += ms
         out[kind] = {name: round(1000 * n / ms, 1) for name, (n, ms) in spent.items()}
+        out[kind] |= {key: n - before[key] for key, n in drafted(servers["lookup"]).items() if key != "guessed_by_model"}
+        n = spent["lookup"][0]
+        out[kind]["bound"] = round(n / (n - out[kind]["accepted"]), 2)
         out[kind]["ratio"] = round(out[kind]["lookup"] / out[kind]["off"], 2)
     return out
 
@@ -143,25 +149,28 @@ def main():
     parser.add_argument("--cases", default="equal,speed,busy")
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--speculative-tokens", type=int, default=6)
     parser.add_argument("--json")
     o = parser.parse_args()
     texts, cases = passages(o.text, 200, 600), o.cases.split(",")
     options = ("--device", "cpu", "--max-model-len", 2048, "--max-num-seqs", 16)
-    servers = {"off": Server(o.bin, o.model, *options, "--speculative-tokens", 0), "lookup": Server(o.bin, o.model, *options)}
+    spec = ("--speculative-tokens", o.speculative_tokens)
+    servers = {"off": Server(o.bin, o.model, *options, "--speculative-tokens", 0), "lookup": Server(o.bin, o.model, *options, *spec)}
     if "equal" in cases:
-        servers["draft model"] = Server(o.bin, o.model, *options, "--draft-model", o.draft_model or o.model)
+        servers["draft model"] = Server(o.bin, o.model, *options, *spec, "--draft-model", o.draft_model or o.model)
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
     out = {"date": datetime.date.today().isoformat(), "commit": commit, "machine": cpu,
            "command": "bench/speculation.py --cases " + o.cases,
-           "model": pathlib.Path(o.model).name, "draft_model": pathlib.Path(o.draft_model or o.model).name}
+           "model": pathlib.Path(o.model).name, "draft_model": pathlib.Path(o.draft_model or o.model).name,
+           "speculative_tokens": o.speculative_tokens}
     if "equal" in cases:
         out["equal"] = equal(servers, texts, o.prompts)
         servers.pop("draft model").stop()
     if "speed" in cases:
         out["speed"] = speed(servers, texts, o.rounds)
     if "busy" in cases:
-        out["busy"] = busy(servers, texts, o.rounds, 8)
+        out["busy"] = busy(servers, texts, 4 * o.rounds, 8)
     for server in servers.values():
         server.stop()
     text = json.dumps(out, indent=1)

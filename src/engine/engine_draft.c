@@ -7,11 +7,13 @@
  * Where nothing can be looked up, the draft model guesses, if there is one (engine_draft_model.c).
  *
  * Off is free: no draft is looked for when the option is 0 or spec_max_running or more sequences run. What a choice's drafts are worth is
- * learned per choice; the planner takes as many as pay, and one whose drafts mostly fail pauses for a few steps. */
+ * learned per choice and kind: long matches are right far more often than short ones. The planner takes as many tokens as pay, and a kind
+ * whose drafts mostly fail pauses for a few. */
 #include "engine/engine_internal.h"
 
-enum { LONGEST_MATCH = 4, SHORTEST_MATCH = 2, LOOK_BACK = 16384, POOR_WAIT = 4, FAILED_WAIT = 16 };
+enum { LONGEST_MATCH = 8, LONG_MATCH = 4, SHORTEST_MATCH = 2, LOOK_BACK = 16384, POOR_WAIT = 4, FAILED_WAIT = 16 };
 
+static const float ACCEPT_START[DRAFT_KINDS] = {[DRAFT_SHORT_MATCH] = 0.5f, [DRAFT_LONG_MATCH] = 0.8f, [DRAFT_MODEL] = 0.6f};
 static const float ACCEPT_RATE = 0.15f, ACCEPT_POOR = 0.2f;
 
 static int32_t match_length(const int32_t *tokens, int32_t end, int32_t known)
@@ -21,8 +23,8 @@ static int32_t match_length(const int32_t *tokens, int32_t end, int32_t known)
   return n;
 }
 
-/* Where the last tokens stood before: the newest place with the longest match, its end; 0 when there is none. */
-static int32_t look_up(const int32_t *tokens, int32_t known)
+/* Where the last tokens stood before: the newest place with the longest match, its end; 0 when there is none. *length: of the match. */
+static int32_t look_up(const int32_t *tokens, int32_t known, int32_t *length)
 {
   int32_t best_at = 0, best = SHORTEST_MATCH - 1, oldest = known > LOOK_BACK ? known - LOOK_BACK : 0;
   for (int32_t end = known - 1; end > oldest && best < LONGEST_MATCH; end--) {
@@ -32,28 +34,38 @@ static int32_t look_up(const int32_t *tokens, int32_t known)
     best = n;
     best_at = end;
   }
+  *length = best;
   return best_at;
 }
 
-static bool may_draft(struct engine_choice *choice)
+bool engine_may_guess(struct engine_choice *choice, enum engine_draft_kind kind, float *accept)
 {
-  if (engine_known(choice) - choice->n_computed != 1 || choice->n_out == 0) return false;
-  if (choice->draft_wait == 0) return true;
-  choice->draft_wait--;
+  struct engine_guesses *guesses = &choice->guesses[kind];
+  if (guesses->accept == 0) guesses->accept = ACCEPT_START[kind];
+  *accept = guesses->accept;
+  if (guesses->wait == 0) return true;
+  guesses->wait--;
   return false;
 }
 
-/* False: nothing to look up. */
+static bool may_draft(const struct engine_choice *choice)
+{
+  return engine_known(choice) - choice->n_computed == 1 && choice->n_out > 0;
+}
+
+/* False: nothing to look up, or it is not worth trying. */
 static bool draft_for(struct sits_engine *engine, struct engine_choice *choice)
 {
-  int32_t known = engine_known(choice), most = engine->options.spec_max_tokens;
+  int32_t known = engine_known(choice), most = engine->options.spec_max_tokens, length = 0, n = 0;
   int32_t left = choice->request->params.sampling.max_tokens - choice->n_out - 1; /* the step draws one token beyond the draft */
+  float accept;
   if (most > left) most = left;
-  int32_t from = look_up(choice->tokens, known), n = 0;
-  if (from == 0) return false;
+  int32_t from = look_up(choice->tokens, known, &length);
+  enum engine_draft_kind kind = length >= LONG_MATCH ? DRAFT_LONG_MATCH : DRAFT_SHORT_MATCH;
+  if (from == 0 || !engine_may_guess(choice, kind, &accept)) return false;
   for (; n < most; n++) choice->tokens[known + n] = choice->tokens[from + n]; /* may run on into the draft itself: a period */
-  if (choice->accept == 0) choice->accept = ENGINE_ACCEPT_START;
-  if (n > 0) alps_offer(engine->alps, choice->id, n, choice->accept);
+  choice->draft_kind = kind;
+  if (n > 0) alps_offer(engine->alps, choice->id, n, accept);
   return true;
 }
 
@@ -72,9 +84,10 @@ void engine_draft(struct sits_engine *engine)
 
 void engine_draft_result(struct engine_choice *choice, int32_t n_draft, int32_t n_accepted)
 {
-  for (int32_t i = 0; i < n_accepted; i++) choice->accept += ACCEPT_RATE * (1 - choice->accept);
-  if (n_accepted < n_draft) choice->accept -= ACCEPT_RATE * choice->accept;
-  if (choice->accept >= ACCEPT_POOR) return;
-  choice->accept = ACCEPT_POOR; /* it is asked again after a while */
-  choice->draft_wait = n_accepted > 0 ? POOR_WAIT : FAILED_WAIT;
+  struct engine_guesses *guesses = &choice->guesses[choice->draft_kind];
+  for (int32_t i = 0; i < n_accepted; i++) guesses->accept += ACCEPT_RATE * (1 - guesses->accept);
+  if (n_accepted < n_draft) guesses->accept -= ACCEPT_RATE * guesses->accept;
+  if (guesses->accept >= ACCEPT_POOR) return;
+  guesses->accept = ACCEPT_POOR; /* it is asked again after a while */
+  guesses->wait = n_accepted > 0 ? POOR_WAIT : FAILED_WAIT;
 }

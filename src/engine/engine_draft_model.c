@@ -186,11 +186,11 @@ static void take_up(struct sits_engine *engine, struct engine_choice *const *cho
     const int32_t left = choice->request->params.sampling.max_tokens - choice->n_out - 1;
     if (most > left) most = left;
     if (most > d->model.max_model_len - known) most = d->model.max_model_len - known;
-    if (choice->accept == 0) choice->accept = ENGINE_ACCEPT_START;
-    if (most <= 0) continue;
-    const int32_t n_wanted = engine_draft_length(choice->accept, cost, most);
+    float accept;
+    if (most <= 0 || !engine_may_guess(choice, DRAFT_MODEL, &accept)) continue;
+    const int32_t n_wanted = engine_draft_length(accept, cost, most);
     if (n_wanted == 0) {
-      choice->draft_wait = PAUSE;
+      choice->guesses[DRAFT_MODEL].wait = PAUSE;
       continue;
     }
     if (choice->draft_slot < 0) {
@@ -270,7 +270,8 @@ void engine_drafter_run(struct sits_engine *engine, struct engine_choice *const 
     for (int32_t i = 0; i < d->n_entries && !d->is_broken; i++) {
       const struct entry *e = &d->entries[i];
       if (e->n_guessed == 0) continue;
-      alps_offer(engine->alps, e->choice->id, e->n_guessed, e->choice->accept);
+      e->choice->draft_kind = DRAFT_MODEL;
+      alps_offer(engine->alps, e->choice->id, e->n_guessed, e->choice->guesses[DRAFT_MODEL].accept);
       engine->stats.spec_model_tokens += (uint64_t)e->n_guessed;
     }
   }

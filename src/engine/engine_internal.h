@@ -23,6 +23,14 @@
 
 _Static_assert(KV_TOKENS == KV_PAGE_TOKENS, "bookkeeping and backends agree on the page size");
 
+/* Where drafts come from: what followed a short or a long match, the draft model. Each is judged by itself. */
+enum engine_draft_kind { DRAFT_SHORT_MATCH, DRAFT_LONG_MATCH, DRAFT_MODEL, DRAFT_KINDS };
+
+struct engine_guesses {
+  float accept;                   /* share of right tokens, moving average; 0 = none yet */
+  int32_t wait;                   /* drafts to leave out */
+};
+
 struct engine_choice {
   struct sits_request *request;   /* [init] */
   int32_t index;                  /* [init] */
@@ -35,8 +43,8 @@ struct engine_choice {
   bool is_done;                   /* [loop] its finish event is out */
   bool is_born;                   /* [loop] leads the request's prefill, or was forked */
   int64_t last_token_us;          /* [loop] */
-  float accept;                   /* [loop] share of its drafted tokens that were right, moving average */
-  int32_t draft_wait;             /* [loop] steps until it drafts again */
+  struct engine_guesses guesses[DRAFT_KINDS]; /* [loop] how its drafts fare */
+  enum engine_draft_kind draft_kind; /* [loop] of the draft at hand */
   int32_t draft_slot;             /* [loop] slot in the draft model's pages, -1 none */
   int32_t draft_right;            /* [loop] leading tokens that the draft model has read and that are known to be right */
 };
@@ -199,7 +207,8 @@ enum sits_status engine_wait_batch(struct sits_engine *engine, struct backend_re
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /* give slot, host pages, id and entry back */
 
 /* engine_draft.c */
-#define ENGINE_ACCEPT_START 0.6f  /* share of right guesses that a sequence starts from */
+/* Whether the choice takes a draft of this kind now; *accept: the chance of its tokens. */
+bool engine_may_guess(struct engine_choice *choice, enum engine_draft_kind kind, float *accept);
 void engine_draft(struct sits_engine *engine);
 void engine_draft_result(struct engine_choice *choice, int32_t n_draft, int32_t n_accepted);
 
