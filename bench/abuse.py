@@ -352,8 +352,8 @@ def main():
     cpu = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text()).group(1)
     pathlib.Path(out).write_text(json.dumps({
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "bench": "abuse", "commit": commit, "cpu": cpu,
-        "cores": os.cpu_count(), "command": "bench/abuse.py build/release/bin/sits2026d stories260K/hf OUT.json",
-        "daemon_options": [o for o in daemon.options if not o.startswith("/tmp")], "seconds_each": SECONDS, "exit_status": status,
+        "cores": os.cpu_count(), "command": f"bench/abuse.py build/release/bin/sits2026d {pathlib.Path(model).name} OUT.json",
+        "daemon_options": " ".join(daemon.options[4:6] + daemon.options[8:]), "seconds_each": SECONDS, "exit_status": status,
         "patterns": rows}, indent=1) + "\n")
 
 

@@ -58,7 +58,7 @@ def main():
     cpu = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text()).group(1)
     result = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "bench": "grpc_streams",
               "commit": commit, "cpu": cpu, "cores": os.cpu_count(),
-              "command": f"bench/grpc_streams.py build/release/bin/sits2026d stories260K/hf OUT.json {n_streams} {n_tokens}",
+              "command": f"bench/grpc_streams.py build/release/bin/sits2026d {pathlib.Path(model).name} OUT.json {n_streams} {n_tokens}",
               "streams": n_streams, "connections": CONNECTIONS, "tokens_each": n_tokens, "streams_done": n_done,
               "exit_status": daemon.process.wait(60), "inter_token_latency": steps,
               "delivery_latency": histogram(text, "delivery_latency_seconds")}
