@@ -440,11 +440,13 @@ static void set_budget(struct planner *p)
   double target = (double)o->itl_target_us;
   bool meet = has_several_classes(alps);
   if (o->policy != ALPS_BUDGET) return;
-  if (target == 0 && p->plan->n_decode == 0 && !meet) target = LONE_PROMPT_US;
+  bool is_lone = p->plan->n_decode == 0 && !meet; /* no tokens are held up */
+  if (is_lone) target = target == 0 ? LONE_PROMPT_US : fmax(SOFT_TARGET_US, QUIET_STEP * target);
   else if (target == 0) target = fmax(meet ? DEFAULT_SLICE_US : SOFT_TARGET_US, SOFT_TARGET_STEPS * alps->decode_us);
   p->floor_us = PREFILL_FLOOR * target;
   p->budget_lower_us = target * alps->margin;
-  if (p->n_decode_top == 0 && p->busiest == 0) target *= QUIET_STEP; /* no high-class tokens are held up, and nobody comes before it */
+  /* No high-class tokens are held up, and nobody comes before it. */
+  if (!is_lone && p->n_decode_top == 0 && p->busiest == 0) target *= QUIET_STEP;
   p->budget_us = target * alps->margin;
   if (!meet) p->budget_lower_us = p->budget_us;
   p->plan->budget_us = (int64_t)p->budget_us;
