@@ -99,8 +99,9 @@ def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with tempfile.NamedTemporaryFile() as log:
         command = [str(pathlib.Path(options.bin) / "sits2026d"), "--model", options.model, "--port", "0", "--threads", str(options.threads),
-                   "--max-num-seqs", str(options.streams), "--max-queued-requests", str(2 * options.streams), "--kv-cache-memory", "4G",
-                   "--max-model-len", "512"]
+                   "--max-num-seqs", str(options.streams), "--max-num-batched-tokens", "4096", "--max-model-len", "512",
+                   "--max-queued-requests", str(2 * options.streams), "--kv-cache-memory", "4G",
+                   "--itl-target-ms", "60000"]  # else prompts wait for streams that are this many, and they never run together
         daemon = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             port = None
@@ -110,7 +111,7 @@ def main():
                 assert daemon.poll() is None, pathlib.Path(log.name).read_text()
                 time.sleep(0.05)
             idle = measure(port, options.scrapes)
-            streams = Streams(port, options.streams, 300)
+            streams = Streams(port, options.streams, 120)
             while scrape(port)[2] < options.streams:
                 time.sleep(0.2)
             busy = measure(port, options.scrapes, options.streams)
