@@ -13,7 +13,7 @@
 
 enum { LONGEST_MATCH = 8, LONG_MATCH = 4, SHORTEST_MATCH = 2, LOOK_BACK = 16384, POOR_WAIT = 4, FAILED_WAIT = 16 };
 
-static const float ACCEPT_START[DRAFT_KINDS] = {[DRAFT_SHORT_MATCH] = 0.5f, [DRAFT_LONG_MATCH] = 0.8f, [DRAFT_MODEL] = 0.6f};
+static const float ACCEPT_START[DRAFT_KINDS] = {[DRAFT_SHORT_MATCH] = 0.6f, [DRAFT_LONG_MATCH] = 0.8f, [DRAFT_MODEL] = 0.6f};
 static const float ACCEPT_RATE = 0.15f, ACCEPT_POOR = 0.2f;
 
 static int32_t match_length(const int32_t *tokens, int32_t end, int32_t known)

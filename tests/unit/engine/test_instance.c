@@ -79,6 +79,8 @@ static void finish(struct instance *instance, struct sits_request *request, stru
   sits_request_release(request);
 }
 
+static uint64_t n_accepted;           /* drafted tokens over all comparisons: how many pay is the machine's business, that some do is not */
+
 static void compare(const char *codec, float temperature)
 {
   static struct answer alone[N], together[N], forked[3];
@@ -114,7 +116,8 @@ static void compare(const char *codec, float temperature)
   print_message("%s: %llu steps, %llu pre-emptions (%llu swapped), %llu prefix tokens hit, %llu drafted tokens accepted\n", codec,
                 (unsigned long long)stats.n_steps, (unsigned long long)stats.n_preemptions, (unsigned long long)stats.n_preemptions_swapped,
                 (unsigned long long)stats.prefix_hit_tokens, (unsigned long long)stats.spec_accepted_tokens);
-  assert_true(stats.n_preemptions > 0 && stats.prefix_hit_tokens > 0 && stats.spec_accepted_tokens > 0);
+  assert_true(stats.n_preemptions > 0 && stats.prefix_hit_tokens > 0);
+  n_accepted += stats.spec_accepted_tokens;
   instance_close(instance);
   assert_int_equal(mem_live_blocks(), 0);
 }
@@ -130,6 +133,13 @@ static void test_int8(void **state)
 {
   if (!find_model()) skip();
   compare("int8", 0);
+}
+
+static void test_some_were_drafted(void **state)
+{
+  (void)state;
+  if (!find_model()) skip();
+  assert_true(n_accepted > 0);
 }
 
 /* Codecs that fold groups of tokens depend on where chunks end, so answers are not compared with those of other chunks; the same load must
@@ -217,7 +227,8 @@ static void test_bad_model(void **state)
 
 int main(void)
 {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_f16), cmocka_unit_test(test_int8), cmocka_unit_test(test_folding_codecs_repeat),
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_f16), cmocka_unit_test(test_int8), cmocka_unit_test(test_some_were_drafted),
+                                     cmocka_unit_test(test_folding_codecs_repeat),
                                      cmocka_unit_test(test_draft_model), cmocka_unit_test(test_bad_model)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
