@@ -170,6 +170,7 @@ int sits_k_attn_decode(const struct k_attn_decode *args, int32_t n_sm, struct k_
 enum k_act_form {
   K_ACT_ROW_F16,   /* [T][k_blocks*128] f16 */
   K_ACT_TILE_S8,   /* tokens in tiles of `tile`, then column blocks, then [tile][128] s8 with 16-byte chunk c of row n at c ^ (n & 7) */
+  K_ACT_GROUP_S8,  /* the same with a scale per token and 128 columns, at [token tile][column block][tile]; no sums */
   K_ACT_ROW_E4M3,  /* [T][k_blocks*128] e4m3 */
   K_ACT_FRAG_F16,  /* frag of m = `tile` tokens; padding is not written (the buffer is zeroed once) */
 };
@@ -180,7 +181,7 @@ enum k_act_round { K_ROUND_NONE, K_ROUND_INT8, K_ROUND_INT4 };
 struct k_act {
   enum k_act_form form;
   void *data;
-  float *scale;               /* [T], 8-bit forms: value = scale * q */
+  float *scale;               /* 8-bit forms: value = scale * q; [T], or as K_ACT_GROUP_S8 says */
   int32_t tile;
   int32_t *sum;               /* [T], K_ACT_TILE_S8: sum of the row's q */
   enum k_act_round round;
@@ -306,30 +307,43 @@ struct k_expand {
 };
 int sits_k_expand(const struct k_expand *args, struct k_stream at);
 
-/* ---- 4-bit GEMM for 17 and more tokens, 8-bit activations (kernels/gemm/gemm_w4a8.cu) ---- */
+/* ---- 4-bit GEMMs for 17 and more tokens, 8-bit activations ----
+ * sits_k_w4a8 (kernels/gemm/gemm_w4a8.cu): scales of channel[row] * 1..16, an activation scale per token.
+ * sits_k_w4a8_tall (kernels/gemm/gemm_w4a8_tall.cu): any G128 scales, an activation scale per token and 128 columns; and the former above
+ * 64 tokens where k is not split. */
 enum k_w4a8_output {
   K_W4A8_SLAB_F32,  /* y[split][n][ld] f32 partial sums */
   K_W4A8_F16,       /* y[n][ld] f16; split must be 1 */
-  K_W4A8_SWIGLU,    /* y[n][ld] f16 of rows/2 columns; split must be 1 */
+  K_W4A8_SWIGLU,    /* y[n][ld] f16 of rows/2 columns, rows being 8 gate, 8 up, ...; split must be 1 */
   K_W4A8_F32,       /* y[n][ld] f32; split must be 1 */
+  K_W4A8_SWIGLU_S8, /* y, y_scale: the products as K_ACT_GROUP_S8 of the same token tile; grouped only */
 };
 struct k_w4a8 {
-  const void *weight;         /* K_W4_G128 whose scales are channel[row] * 1..16 */
-  const float *channel;       /* [padded rows] */
+  const void *weight;         /* K_W4_G128 */
+  bool is_grouped;            /* x is K_ACT_GROUP_S8, any weight scales; else K_ACT_TILE_S8 and scales of channel[row] * 1..16 */
+  const float *channel;       /* [padded rows]; not grouped */
   int32_t rows, cols, n_tokens;
-  const void *x;              /* K_ACT_TILE_S8 with the plan's tile */
-  const float *x_scale;       /* [T] */
-  const int32_t *x_sum;       /* [T] */
+  const void *x;              /* with the plan's tile */
+  const float *x_scale;       /* [T]; grouped: [token tile][block][tile] */
+  const int32_t *x_sum;       /* [T]; not grouped */
   enum k_w4a8_output output;
   void *y;
+  float *y_scale;             /* SWIGLU_S8: [token tile][block][tile] */
   int32_t ld;
   int64_t slab_stride;
 };
 struct k_w4a8_plan { int32_t tile, n_split, grid_tiles, token_tiles, stages, stage_blocks, smem_bytes; };
 bool k_w4a8_plan(const struct k_w4a8 *args, int32_t n_sm, struct k_w4a8_plan *plan);
-int32_t k_w4a8_tile(int32_t n_tokens); /* token tile the plan picks: 16, 32, 64 or 128 */
+int32_t k_w4a8_tile(int32_t n_tokens); /* token tile of K_ACT_TILE_S8: 16, 32, 64, 96 or 128 */
 int sits_k_w4a8_init(void);
 int sits_k_w4a8(const struct k_w4a8 *args, int32_t n_sm, struct k_stream at);
+
+struct k_w4a8_tall_plan { int32_t tile, token_tiles, k_groups, chunk_tiles, n_chunks, n_split, n_items, grid, x_slots, w_slots, scales_at,
+  staging_at, w_at, smem_bytes; };
+bool k_w4a8_tall_plan(const struct k_w4a8 *args, int32_t n_sm, struct k_w4a8_tall_plan *plan);
+int32_t k_w4a8_group_tile(int32_t n_tokens); /* token tile of K_ACT_GROUP_S8: 16, 32 or 64 */
+int sits_k_w4a8_tall_init(void);
+int sits_k_w4a8_tall(const struct k_w4a8 *args, int32_t n_sm, struct k_stream at);
 
 /* ---- sampling (kernels/sample/sample.cu) ---- */
 struct k_sample_row {         /* one row's parameters; device array */

@@ -37,7 +37,7 @@ SITS_DEV int store_eight(const k_act &out, int row, int padded, int c, vec8 x, f
     v.x = pack_half2(x.v[0], x.v[1]), v.y = pack_half2(x.v[2], x.v[3]), v.z = pack_half2(x.v[4], x.v[5]),
     v.w = pack_half2(x.v[6], x.v[7]);
     *(uint4 *)((__half *)out.data + (size_t)row * padded + c) = v;
-  } else if (out.form == K_ACT_TILE_S8) {
+  } else if (out.form == K_ACT_TILE_S8 || out.form == K_ACT_GROUP_S8) {
     const int n = row % out.tile, n_blocks = padded / K_GROUP, chunk = ((c & 127) >> 4) ^ (n & 7);
     const size_t block = (size_t)(row / out.tile) * n_blocks + (c >> 7);
     const uint32_t lo = pack_s8(x.v, inv), hi = pack_s8(x.v + 4, inv);
@@ -145,9 +145,25 @@ template <int N> SITS_DEV void round_row(const k_act &out, int width, vec8 (&x)[
   }
 }
 
-/* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N. top: largest magnitude of the
- * row times `factor`. GRID: the row may be rotated and rounded. Fragments have no padding columns to clear. scratch: 64 floats that nobody
- * else uses. */
+/* A scale of 22 significant bits, as the GEMM that reads K_ACT_GROUP_S8 wants. */
+SITS_DEV float short_scale(float x) { return __uint_as_float(__float_as_uint(x) & ~3u); }
+
+/* Scales of K_ACT_GROUP_S8: 16 neighbouring threads hold a group's 128 columns. Returns 127 / maximum; all lanes of a warp call this. */
+SITS_DEV float group_scale(const k_act &out, int row, int padded, int c, const vec8 &x) {
+  float top = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(x.v[i]));
+#pragma unroll
+  for (int d = 1; d < 16; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  if (c < padded && c % K_GROUP == 0)
+    out.scale[((size_t)(row / out.tile) * (padded / K_GROUP) + c / K_GROUP) * out.tile + row % out.tile] =
+        short_scale(top * (1.f / 127.f));
+  return top > 0.f ? 127.f / top : 0.f;
+}
+
+/* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N, zeros from width on. top: largest
+ * magnitude of the row times `factor` (not used for K_ACT_GROUP_S8). GRID: the row may be rotated and rounded. Fragments have no padding
+ * columns to clear. scratch: 64 floats that nobody else uses. */
 template <int N, bool GRID = true>
 SITS_DEV void store_row(const k_act &out, int row, int width, vec8 (&x)[N], float factor, float top, float *scratch) {
   if (GRID && (out.round != K_ROUND_NONE || out.rotation > 0)) {
@@ -160,16 +176,19 @@ SITS_DEV void store_row(const k_act &out, int row, int width, vec8 (&x)[N], floa
     if (out.round != K_ROUND_NONE) round_row<N>(out, width, x, scratch);
   }
   const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
-  const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f, inv = top > 0.f ? levels / top : 0.f;
+  const bool is_grouped = out.form == K_ACT_GROUP_S8;
+  const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f;
+  float inv = top > 0.f ? levels / top : 0.f;
   int sum = 0;
-  if (out.scale && threadIdx.x == 0) out.scale[row] = top / levels;
+  if (out.scale && !is_grouped && threadIdx.x == 0) out.scale[row] = top / levels;
 #pragma unroll
   for (int k = 0; k < N; k++) {
     const int c = (threadIdx.x + k * blockDim.x) * 8;
-    if (c >= padded || (c >= width && out.form == K_ACT_FRAG_F16)) continue;
     vec8 v = x[k];
 #pragma unroll
     for (int i = 0; i < 8; i++) v.v[i] *= factor;
+    if (is_grouped) inv = group_scale(out, row, padded, c, v);
+    if (c >= padded || (c >= width && out.form == K_ACT_FRAG_F16)) continue;
     sum += store_eight(out, row, padded, c, v, inv);
   }
   if (out.form != K_ACT_TILE_S8) return;

@@ -68,7 +68,7 @@ template <int N> SITS_DEV void multiply(int (&d)[N / 2], const uint32_t (&a)[16]
   const uint64_t x = wgmma_tile(x_addr);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++) wgmma_u8s8<N>::mul(d, a + k * 4, x + k * 2);
+  for (int k = 0; k < 4; k++) wgmma_s32<N>::template mul<WGMMA_U8, false>(d, a + k * 4, x + k * 2);
   wgmma_commit();
 }
 
@@ -204,6 +204,7 @@ extern "C" int32_t k_w4a8_tile(int32_t n_tokens) { return token_tile(n_tokens); 
 
 extern "C" bool k_w4a8_plan(const struct k_w4a8 *a, int32_t n_sm, struct k_w4a8_plan *plan) {
   if (a->n_tokens < 1 || a->rows < 1 || !a->channel) return false; /* no channel scales: the multipliers are not integers */
+  if (a->is_grouped || a->output == K_W4A8_SWIGLU_S8) return false; /* sits_k_w4a8_tall does that */
   if (a->output == K_W4A8_SWIGLU && a->rows % 16) return false;
   const int n_blocks = k_blocks(a->cols);
   plan->tile = token_tile(a->n_tokens);

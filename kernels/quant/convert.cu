@@ -2,7 +2,8 @@
  *
  * Arguments: struct k_convert (kernels.h). width a multiple of 8, at most 32,768; rows of x start 16-byte aligned.
  * Work split: one CTA of 512 threads per row, which stays in registers: one pass, one barrier.
- * Numerics: f32; 8-bit scales are max|x| / 127 (s8) or / 448 (e4m3) per token, round to nearest even. Tolerance: half a step.
+ * Numerics: f32; 8-bit scales are max|x| / 127 (s8) or / 448 (e4m3) per token (K_ACT_GROUP_S8: per token and 128 columns),
+ *   round to nearest even. Tolerance: half a step.
  * Cost: bytes of x once from L2; latency-bound in decode.
  * Links: twin ref_quantise_row (tests/gpu/gpu_ref.c), test tests/gpu/test_ops.c.
  */
@@ -50,7 +51,7 @@ template <int SOURCE, int N, bool GRID> __global__ void __launch_bounds__(THREAD
 #pragma unroll
     for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(x[k].v[i]));
   }
-  if (p.out.scale) top = reduce_sum_max(0.f, top, scratch).y;
+  if (p.out.scale && p.out.form != K_ACT_GROUP_S8) top = reduce_sum_max(0.f, top, scratch).y;
   store_row<N, GRID>(p.out, blockIdx.x, p.width, x, 1.f, top, scratch + 64);
 }
 

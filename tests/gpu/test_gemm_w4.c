@@ -130,68 +130,163 @@ static void run_decode(struct decode_case c) {
   gpu_release_all();
 }
 
-static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_output output) {
-  struct test_weight w = random_weight(rows, cols, K_W4_G128, true);
-  float *x = random_x(n_tokens, cols), *scale = host_alloc((size_t)n_tokens * 4), *want = host_alloc((size_t)n_tokens * rows * 4);
-  struct k_w4a8 a = {
-      .channel = gpu_copy(w.channel, (size_t)k_row_tiles(rows) * 64), .rows = rows, .cols = cols, .n_tokens = n_tokens, .output = output};
+/* x [T][cols] through the conversion kernel to 8 bits and back; x becomes what the codes mean. Returns the largest error in steps. */
+static double quantise_x(float *x, int32_t n_tokens, int32_t cols, struct k_act *out)
+{
+  const int32_t blocks = k_blocks(cols), tiles = (n_tokens + out->tile - 1) / out->tile;
+  const bool is_grouped = out->form == K_ACT_GROUP_S8;
+  const size_t bytes = (size_t)tiles * out->tile * blocks * 128, n_scales = (size_t)tiles * out->tile * (is_grouped ? blocks : 1);
+  uint16_t *xh = host_alloc((size_t)n_tokens * cols * 2);
+  for (int64_t i = 0; i < (int64_t)n_tokens * cols; i++) xh[i] = half_bits(x[i]);
+  out->data = gpu_zeros(bytes), out->scale = gpu_zeros(n_scales * 4), out->sum = gpu_zeros((size_t)tiles * out->tile * 4);
+  const struct k_convert convert = {K_SRC_F16, gpu_copy(xh, (size_t)n_tokens * cols * 2), cols, n_tokens, cols, *out};
+  gpu_check_call(sits_k_convert(&convert, gpu_stream()), "sits_k_convert");
+  int8_t *q = host_alloc(bytes);
+  float *scale = host_alloc(n_scales * 4);
+  gpu_read(q, out->data, bytes);
+  gpu_read(scale, out->scale, n_scales * 4);
+  double worst = 0;
+  for (int32_t n = 0; n < n_tokens; n++)
+    for (int32_t k = 0; k < cols; k++) {
+      const int32_t row = n % out->tile, chunk = ((k & 127) >> 4) ^ (row & 7);
+      const size_t block = (size_t)(n / out->tile) * blocks + k / 128;
+      const float step = is_grouped ? scale[block * out->tile + row] : scale[n],
+                  v = step * q[(block * out->tile + row) * 128 + chunk * 16 + (k & 15)];
+      worst = fmax(worst, fabs(v - x[(size_t)n * cols + k]) / step);
+      x[(size_t)n * cols + k] = v;
+    }
+  return worst;
+}
+
+/* What a launch left behind as [T][out_cols] values: slabs added, f16 or f32 read, s8 codes times their scales. */
+static float *read_w4a8(const struct k_w4a8 *a, int32_t tile, int32_t token_tiles, int32_t n_split, int32_t out_cols)
+{
+  const size_t n_out = (size_t)a->n_tokens * out_cols;
+  float *got = host_alloc(n_out * 4), *slab = host_alloc(n_out * 4);
+  if (a->output == K_W4A8_SLAB_F32 || a->output == K_W4A8_F32)
+    for (int32_t s = 0; s < n_split; s++) {
+      gpu_read(slab, (float *)a->y + s * n_out, n_out * 4);
+      for (size_t i = 0; i < n_out; i++) got[i] += slab[i];
+    }
+  else if (a->output == K_W4A8_SWIGLU_S8) {
+    const int32_t blocks = k_blocks(out_cols), rows = token_tiles * tile;
+    int8_t *q = host_alloc((size_t)rows * blocks * 128);
+    float *scale = host_alloc((size_t)rows * blocks * 4);
+    gpu_read(q, a->y, (size_t)rows * blocks * 128);
+    gpu_read(scale, a->y_scale, (size_t)rows * blocks * 4);
+    for (int32_t n = 0; n < a->n_tokens; n++)
+      for (int32_t k = 0; k < blocks * 128; k++) {
+        const size_t row = ((size_t)(n / tile) * blocks + k / 128) * tile + n % tile;
+        const float v = scale[row] * q[row * 128 + (((k & 127) >> 4) ^ (n % tile & 7)) * 16 + (k & 15)];
+        if (k < out_cols)
+          got[(size_t)n * out_cols + k] = v;
+        else if (v != 0)
+          got[0] = NAN; /* padding columns are zeros */
+      }
+  } else {
+    uint16_t *h = host_alloc(n_out * 2);
+    gpu_read(h, a->y, n_out * 2);
+    for (size_t i = 0; i < n_out; i++) got[i] = half_value(h[i]);
+  }
+  return got;
+}
+
+static float *swiglu_of(const float *sums, int32_t n_tokens, int32_t rows)
+{
+  const int32_t cols = rows / 2;
+  float *out = host_alloc((size_t)n_tokens * cols * 4);
+  for (int32_t n = 0; n < n_tokens; n++)
+    for (int32_t c = 0; c < cols; c++) {
+      const float g = sums[(size_t)n * rows + c / 8 * 16 + c % 8], u = sums[(size_t)n * rows + c / 8 * 16 + c % 8 + 8];
+      out[(size_t)n * cols + c] = g / (1.f + expf(-g)) * u;
+    }
+  return out;
+}
+
+enum w4a8_kind { ABSORBED, TALL_ABSORBED, TALL_GROUPED };
+
+/* The kernel's plan as far as reading its output needs it; false: refused. */
+static bool plan_w4a8(const struct k_w4a8 *a, enum w4a8_kind kind, int32_t *tile, int32_t *token_tiles, int32_t *n_split)
+{
   struct k_w4a8_plan plan;
-  if (!k_w4a8_plan(&a, n_sm, &plan)) {
+  struct k_w4a8_tall_plan tall;
+  if (kind == ABSORBED) {
+    if (!k_w4a8_plan(a, n_sm, &plan)) return false;
+    *tile = plan.tile, *token_tiles = plan.token_tiles, *n_split = plan.n_split;
+  } else {
+    if (!k_w4a8_tall_plan(a, n_sm, &tall)) return false;
+    *tile = tall.tile, *token_tiles = tall.token_tiles, *n_split = tall.n_split;
+  }
+  return true;
+}
+
+static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_output output, enum w4a8_kind kind)
+{
+  const bool is_grouped = kind == TALL_GROUPED;
+  struct test_weight w = random_weight(rows, cols, K_W4_G128, !is_grouped);
+  float *x = random_x(n_tokens, cols), *sums = host_alloc((size_t)n_tokens * rows * 4);
+  const int32_t out_cols = output == K_W4A8_SWIGLU || output == K_W4A8_SWIGLU_S8 ? rows / 2 : rows;
+  const size_t n_out = (size_t)n_tokens * out_cols;
+  struct k_w4a8 a = {.weight = gpu_copy(w.packed, w.packed_bytes),
+                     .is_grouped = is_grouped,
+                     .channel = is_grouped ? NULL : gpu_copy(w.channel, (size_t)k_row_tiles(rows) * 64),
+                     .rows = rows,
+                     .cols = cols,
+                     .n_tokens = n_tokens,
+                     .output = output,
+                     .ld = out_cols,
+                     .slab_stride = (int64_t)n_out};
+  struct k_act act = {.form = is_grouped ? K_ACT_GROUP_S8 : K_ACT_TILE_S8,
+                      .tile = is_grouped ? k_w4a8_group_tile(n_tokens) : k_w4a8_tile(n_tokens)};
+  const size_t padded = (size_t)(n_tokens + act.tile) * (size_t)k_blocks(out_cols) * 128;
+  if (output == K_W4A8_SWIGLU_S8) a.y_scale = gpu_alloc(padded / 128 * 4);
+  int32_t tile, token_tiles, n_split;
+  if (!plan_w4a8(&a, kind, &tile, &token_tiles, &n_split)) {
     verdict(false, "w4a8 %dx%d T=%d: no plan", rows, cols, n_tokens);
     return;
   }
-  /* Activations by the conversion kernel, read back and undone by the layout's own definition. */
-  const int32_t padded = k_blocks(cols) * 128, blocks = k_blocks(cols);
-  uint16_t *xh = host_alloc((size_t)n_tokens * cols * 2);
-  for (int64_t i = 0; i < (int64_t)n_tokens * cols; i++) xh[i] = half_bits(x[i]);
-  const size_t tile_bytes = (size_t)plan.token_tiles * plan.tile * padded;
-  struct k_convert convert = {
-      K_SRC_F16, gpu_copy(xh, (size_t)n_tokens * cols * 2),
-      cols,      n_tokens,
-      cols,      {K_ACT_TILE_S8, gpu_zeros(tile_bytes), gpu_alloc((size_t)n_tokens * 4), plan.tile, gpu_alloc((size_t)n_tokens * 4)}};
-  gpu_check_call(sits_k_convert(&convert, gpu_stream()), "sits_k_convert");
-  int8_t *q = host_alloc(tile_bytes);
-  gpu_read(q, convert.out.data, tile_bytes);
-  gpu_read(scale, convert.out.scale, (size_t)n_tokens * 4);
-  double quant_error = 0;
-  for (int32_t n = 0; n < n_tokens; n++)
-    for (int32_t k = 0; k < cols; k++) {
-      const int32_t row = n % plan.tile, chunk = ((k & 127) >> 4) ^ (row & 7);
-      float v = scale[n] * q[(((size_t)(n / plan.tile) * blocks + k / 128) * plan.tile + row) * 128 + chunk * 16 + (k & 15)];
-      quant_error = fmax(quant_error, fabs(v - x[(size_t)n * cols + k]) / scale[n]);
-      x[(size_t)n * cols + k] = v;
-    }
-  ref_w4_gemm(&w, x, n_tokens, want);
-  a.weight = gpu_copy(w.packed, w.packed_bytes), a.x = convert.out.data, a.x_scale = convert.out.scale, a.x_sum = convert.out.sum;
-  const int32_t out_cols = output == K_W4A8_SWIGLU ? rows / 2 : rows;
-  const size_t n_out = (size_t)n_tokens * out_cols;
-  a.ld = out_cols, a.slab_stride = (int64_t)n_out, a.y = gpu_alloc(n_out * 4 * (size_t)plan.n_split);
-  gpu_check_call(sits_k_w4a8(&a, n_sm, gpu_stream()), "sits_k_w4a8");
-  float *got = host_alloc(n_out * 4), *slab = host_alloc(n_out * 4), *expect = want;
-  if (output == K_W4A8_SLAB_F32)
-    for (int32_t s = 0; s < plan.n_split; s++) {
-      gpu_read(slab, (float *)a.y + s * n_out, n_out * 4);
-      for (size_t i = 0; i < n_out; i++) got[i] += slab[i];
-    }
-  else {
-    uint16_t *h = host_alloc(n_out * 2);
-    gpu_read(h, a.y, n_out * 2);
-    for (size_t i = 0; i < n_out; i++) got[i] = half_value(h[i]);
-  }
-  if (output == K_W4A8_SWIGLU) {
-    expect = host_alloc(n_out * 4);
-    for (int32_t n = 0; n < n_tokens; n++)
-      for (int32_t c = 0; c < out_cols; c++) {
-        float g = want[(size_t)n * rows + c / 8 * 16 + c % 8], u = want[(size_t)n * rows + c / 8 * 16 + c % 8 + 8];
-        expect[(size_t)n * out_cols + c] = g / (1.f + expf(-g)) * u;
-      }
-  }
-  double error = relative_error(got, expect, n_out);
-  static const char *names[] = {"slabs", "f16", "swiglu"};
-  verdict(error < (output == K_W4A8_SLAB_F32 ? 2e-5 : 1e-3) && quant_error < 0.502,
-          "w4a8 %dx%d T=%d %s split %d tile %d: %.2e, quantisation %.3f steps", rows, cols, n_tokens, names[output], plan.n_split,
-          plan.tile, error, quant_error);
+  const double quant_error = quantise_x(x, n_tokens, cols, &act);
+  ref_w4_gemm(&w, x, n_tokens, sums);
+  a.x = act.data, a.x_scale = act.scale, a.x_sum = act.sum;
+  a.y = gpu_alloc(output == K_W4A8_SWIGLU_S8 ? padded : n_out * 4 * (size_t)n_split);
+  gpu_check_call(kind == ABSORBED ? sits_k_w4a8(&a, n_sm, gpu_stream()) : sits_k_w4a8_tall(&a, n_sm, gpu_stream()), "sits_k_w4a8");
+  const float *got = read_w4a8(&a, tile, token_tiles, n_split, out_cols), *want = out_cols == rows ? sums : swiglu_of(sums, n_tokens, rows);
+  const double error = relative_error(got, want, n_out);
+  /* f32 sums 2e-5; f16 rounds to 5e-4; s8 with a scale a group: half a step is 1/254 of the group's maximum, which
+   * is six times the root mean square here. */
+  const double limit = output == K_W4A8_SLAB_F32 || output == K_W4A8_F32 ? 2e-5 : output == K_W4A8_SWIGLU_S8 ? 2e-2 : 1e-3;
+  static const char *names[] = {"slabs", "f16", "swiglu", "f32", "swiglu s8"};
+  static const char *kinds[] = {"absorbed", "tall absorbed", "grouped"};
+  verdict(error < limit && quant_error < 0.502, "w4a8 %s %dx%d T=%d %s: split %d, tile %d: %.2e, quantisation %.3f steps", kinds[kind],
+          rows, cols, n_tokens, names[output], n_split, tile, error, quant_error);
   gpu_release_all();
+}
+
+static void many_tokens(void)
+{
+  static const int32_t tokens[] = {1, 16, 17, 32, 33, 64, 65, 96, 100, 128, 130, 300};
+  for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
+    const enum k_w4a8_output whole = t % 2 ? K_W4A8_F16 : K_W4A8_SWIGLU;
+    for (int k = 0; k < 2; k++) {
+      const enum w4a8_kind kind = k ? TALL_GROUPED : ABSORBED;
+      run_w4a8(144, 256, tokens[t], K_W4A8_SLAB_F32, kind);
+      run_w4a8(640, 1408, tokens[t], whole, kind);
+    }
+    run_w4a8(608, 640, tokens[t], K_W4A8_SWIGLU_S8, TALL_GROUPED);
+    if (tokens[t] <= 64) continue;
+    run_w4a8(640, 1408, tokens[t], whole, TALL_ABSORBED);
+    run_w4a8(600, 200, tokens[t], K_W4A8_F32, TALL_ABSORBED);
+  }
+  for (int k = 0; k < 2; k++) {
+    const enum w4a8_kind kind = k ? TALL_GROUPED : ABSORBED;
+    run_w4a8(128, 128, 40, K_W4A8_SLAB_F32, kind);
+    run_w4a8(1024, 4096, 33, K_W4A8_SLAB_F32, kind);
+    run_w4a8(256, 14336, 64, K_W4A8_SLAB_F32, kind);
+    run_w4a8(100, 200, 20, K_W4A8_F32, kind);
+    run_w4a8(40000, 384, 24, K_W4A8_F32, kind); /* more chunks than SMs: several items a CTA */
+  }
+  run_w4a8(40000, 384, 70, K_W4A8_F32, TALL_ABSORBED);
+  run_w4a8(40000, 640, 64, K_W4A8_SWIGLU_S8, TALL_GROUPED);
 }
 
 static float e4m3_value(uint8_t b) {
@@ -232,6 +327,7 @@ int main(void) {
   n_sm = gpu_open();
   gpu_check_call(sits_k_w4a16_init(), "init");
   gpu_check_call(sits_k_w4a8_init(), "init");
+  gpu_check_call(sits_k_w4a8_tall_init(), "init");
   static const int32_t shapes[][2] = {{16, 32}, {32, 128}, {96, 576}, {400, 640}, {1152, 1536}, {6144, 512}, {64, 14336}};
   static const int32_t tokens[] = {1, 2, 8, 9, 16};
   for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
@@ -244,14 +340,7 @@ int main(void) {
         if (o != K_OUT_F32)
           run_decode((struct decode_case){608, 1408, tokens[t], (enum k_w4_format)f, (enum k_w4_output)o, o != K_OUT_RESIDUAL});
   run_decode((struct decode_case){4099, 160, 3, K_W4_G32M, K_OUT_F32, false});
-  static const int32_t many[] = {1, 17, 32, 33, 64, 96, 100, 128, 130, 300};
-  for (size_t t = 0; t < sizeof many / sizeof *many; t++) {
-    run_w4a8(144, 256, many[t], K_W4A8_SLAB_F32);
-    run_w4a8(640, 1408, many[t], t % 2 ? K_W4A8_F16 : K_W4A8_SWIGLU);
-  }
-  run_w4a8(128, 128, 40, K_W4A8_SLAB_F32);
-  run_w4a8(1024, 4096, 33, K_W4A8_SLAB_F32);
-  run_w4a8(256, 14336, 64, K_W4A8_SLAB_F32);
+  many_tokens();
   run_expand(48, 640, K_W4_G128, true);
   run_expand(40, 640, K_W4_G128, false);
   run_expand(40, 576, K_W4_G32M, false);

@@ -191,7 +191,9 @@ static bool make_workspaces(struct backend_program *p)
   const size_t small = t < 384 ? t : 384; /* most tokens that are multiplied with split sums */
   ok = ok && (p->h = cuda_memory_alloc(b, p, t * (size_t)d->n_embd * sizeof(float))) != NULL;
   ok = ok && (p->act = cuda_memory_alloc(b, p, t * widest * 2)) != NULL;
-  ok = ok && (p->act_scale = cuda_memory_alloc(b, p, t * sizeof(float))) != NULL;
+  const size_t scales = most(t, (size_t)(CUDA_GRAPH_TOKENS + 64) * (widest / K_GROUP)); /* per token, or per token and group */
+  ok = ok && (p->act_scale = cuda_memory_alloc(b, p, scales * sizeof(float))) != NULL;
+  ok = ok && (p->gate_up_scale = cuda_memory_alloc(b, p, scales * sizeof(float))) != NULL;
   ok = ok && (p->act_sum = cuda_memory_alloc(b, p, t * sizeof(int32_t))) != NULL;
   ok = ok && (p->qkv = cuda_memory_alloc(b, p, t * (size_t)layer->qkv->rows * 2)) != NULL;
   ok = ok && (p->q = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;

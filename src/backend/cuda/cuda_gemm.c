@@ -2,7 +2,8 @@
  *
  *   weight                     rows of the step   activations             kernel
  *   4-bit                      1..16              f16 fragments           sits_k_w4a16
- *   4-bit, channel * integer   17..W4A8_MAX       s8 per token            sits_k_w4a8
+ *   4-bit, channel * integer   17..W4A8_MAX       s8 per token            sits_k_w4a8; from 65 on, k in one piece: sits_k_w4a8_tall
+ *   4-bit, other groups of 128 17..W4A8_MAX       s8 per token and group  sits_k_w4a8_tall
  *                              more               e4m3 per token          expanded to e4m3 once a step, cuBLASLt with vector scales
  *   4-bit, other; or w4a16     17 and more        f16                     expanded to f16 once a step, cuBLASLt
  *   f16                        any                f16                     cuBLASLt
@@ -28,7 +29,10 @@ struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_w
     const int32_t m = k_w4a16_tokens(n);
     return (struct k_act){K_ACT_FRAG_F16, frag_buffer(p, w->cols, m), NULL, m};
   }
-  if (w->form == CUDA_W4 && w->channel != NULL && p->backend->recipe != CUDA_RECIPE_W4A16) {
+  const bool is_narrow = w->form == CUDA_W4 && p->backend->recipe != CUDA_RECIPE_W4A16;
+  if (is_narrow && w->channel == NULL && w->format == K_W4_G128 && n <= W4A8_MAX && has_sm90)
+    return (struct k_act){.form = K_ACT_GROUP_S8, .data = p->act, .scale = p->act_scale, .tile = k_w4a8_group_tile(n)};
+  if (is_narrow && w->channel != NULL) {
     if (n <= W4A8_MAX && has_sm90) return (struct k_act){K_ACT_TILE_S8, p->act, p->act_scale, k_w4a8_tile(n), p->act_sum};
     if (p->has_e4m3) return (struct k_act){K_ACT_ROW_E4M3, p->act, p->act_scale, 0};
   }
@@ -156,26 +160,58 @@ static enum sits_status multiply_fragments(struct backend_program *p, const stru
   return CUDA_CALL(p->backend, sits_k_w4a16(&a, p->backend->n_sm, at));
 }
 
+static bool is_s8(const struct k_act *x) { return x->form == K_ACT_TILE_S8 || x->form == K_ACT_GROUP_S8; }
+
+static struct k_w4a8 s8_args(const struct cuda_weight *w, int32_t n, const struct k_act *x, enum k_w4a8_output output, void *y)
+{
+  const bool is_pairs = output == K_W4A8_SWIGLU || output == K_W4A8_SWIGLU_S8;
+  return (struct k_w4a8){.weight = w->data,
+                         .is_grouped = x->form == K_ACT_GROUP_S8,
+                         .channel = w->channel,
+                         .rows = w->rows,
+                         .cols = w->cols,
+                         .n_tokens = n,
+                         .x = x->data,
+                         .x_scale = x->scale,
+                         .x_sum = x->sum,
+                         .output = output,
+                         .y = y,
+                         .ld = is_pairs ? w->rows / 2 : w->rows,
+                         .slab_stride = (int64_t)n * w->rows};
+}
+
 static enum sits_status multiply_s8(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
                                     enum cuda_gemm_output output, void *y, int32_t *n_slabs, struct k_stream at)
 {
   static const enum k_w4a8_output outputs[] = {K_W4A8_F16, K_W4A8_F32, K_W4A8_SLAB_F32, K_W4A8_SWIGLU};
-  const struct k_w4a8 a = {.weight = w->data,
-                           .channel = w->channel,
-                           .rows = w->rows,
-                           .cols = w->cols,
-                           .n_tokens = n,
-                           .x = x->data,
-                           .x_scale = x->scale,
-                           .x_sum = x->sum,
-                           .output = outputs[output],
-                           .y = y,
-                           .ld = output == CUDA_GEMM_SWIGLU ? w->rows / 2 : w->rows,
-                           .slab_stride = (int64_t)n * w->rows};
+  const struct k_w4a8 a = s8_args(w, n, x, outputs[output], y);
+  struct k_w4a8_tall_plan tall;
   struct k_w4a8_plan plan;
+  if (k_w4a8_tall_plan(&a, p->backend->n_sm, &tall)) {
+    if (n_slabs != NULL) *n_slabs = tall.n_split;
+    return CUDA_CALL(p->backend, sits_k_w4a8_tall(&a, p->backend->n_sm, at));
+  }
   if (!k_w4a8_plan(&a, p->backend->n_sm, &plan)) return CUDA_CALL(p->backend, cudaErrorInvalidValue);
   if (n_slabs != NULL) *n_slabs = plan.n_split;
   return CUDA_CALL(p->backend, sits_k_w4a8(&a, p->backend->n_sm, at));
+}
+
+enum sits_status cuda_gemm_swiglu(struct backend_program *p, const struct cuda_weight *w, const struct cuda_weight *next, int32_t n,
+                                  const struct k_act *x, struct k_act *out, struct k_stream at)
+{
+  const int32_t width = w->rows / 2;
+  *out = cuda_act_form(p, next, n);
+  if (x->form == K_ACT_GROUP_S8 && out->form == K_ACT_GROUP_S8 && next->cols == width) {
+    out->data = p->gate_up, out->scale = p->gate_up_scale; /* x is still being read from p->act */
+    struct k_w4a8 a = s8_args(w, n, x, K_W4A8_SWIGLU_S8, out->data);
+    a.y_scale = out->scale;
+    return CUDA_CALL(p->backend, sits_k_w4a8_tall(&a, p->backend->n_sm, at));
+  }
+  enum k_act_source source;
+  const enum sits_status status = cuda_gemm(p, w, n, x, CUDA_GEMM_SWIGLU, NULL, NULL, &source, at);
+  if (status != SITS_OK) return status;
+  const struct k_convert convert = {source, p->gate_up, source == K_SRC_F16 ? width : 2 * width, n, width, *out};
+  return CUDA_CALL(p->backend, sits_k_convert(&convert, at));
 }
 
 enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
@@ -186,9 +222,9 @@ enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *
   if (output == CUDA_GEMM_SLABS) y = p->slabs;
   if (output == CUDA_GEMM_SWIGLU) y = p->gate_up;
   if (n_slabs != NULL) *n_slabs = 1;
-  if (source != NULL) *source = x->form == K_ACT_TILE_S8 ? K_SRC_F16 : K_SRC_F16_GATE_UP;
+  if (source != NULL) *source = is_s8(x) ? K_SRC_F16 : K_SRC_F16_GATE_UP;
   if (x->form == K_ACT_FRAG_F16) return multiply_fragments(p, w, n, x, is_f32, y, at);
-  if (x->form == K_ACT_TILE_S8)
+  if (is_s8(x))
     status = multiply_s8(p, w, n, x, output, y, n_slabs, at);
   else {
     const void *weight = w->data;

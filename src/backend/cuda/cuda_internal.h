@@ -118,7 +118,7 @@ struct backend_program {
   void *frag_e[3], *frag_a[3], *frag_f[3]; /* m = 1, 8, 16 */
   float *ssq[3];
   void *act, *qkv, *q, *attn, *gate_up, *expanded;
-  float *act_scale, *slabs;
+  float *act_scale, *gate_up_scale, *slabs;
   int32_t *act_sum;
   float *logits, *host_logits;      /* [R][V] */
   float *attn_workspace, *prefill_workspace;
@@ -201,6 +201,9 @@ struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_w
 enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
                            enum cuda_gemm_output output,
                            void *y, int32_t *n_slabs, enum k_act_source *source, struct k_stream at) SITS_MUST_CHECK;
+/* out = silu(gate) * up in the form that `next` wants, of rows of 8 gate, 8 up: one kernel where both sides are grouped s8. */
+enum sits_status cuda_gemm_swiglu(struct backend_program *p, const struct cuda_weight *w, const struct cuda_weight *next, int32_t n,
+                                  const struct k_act *x, struct k_act *out, struct k_stream at) SITS_MUST_CHECK;
 /* Whether cuBLASLt takes e4m3 with vector scales; sets p->has_e4m3. */
 void cuda_gemm_probe(struct backend_program *p);
 void cuda_gemm_fini(struct backend_program *p);

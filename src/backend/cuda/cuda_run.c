@@ -335,9 +335,8 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
   for (int32_t l = 0; l < d->n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];
     struct k_act x = cuda_act_form(p, layer->qkv, n);
-    enum k_act_source source;
     TRY(norm(p, step, n_slabs, layer->attn_gain, &x, at));
-    const bool is_split = x.form == K_ACT_TILE_S8;
+    const bool is_split = x.form == K_ACT_TILE_S8 || x.form == K_ACT_GROUP_S8;
     TRY(cuda_gemm(p, layer->qkv, n, &x, is_split ? CUDA_GEMM_SLABS : CUDA_GEMM_F16, p->qkv, &n_slabs, NULL, at));
     TRY(attention(p, kv, step, l, is_split ? n_slabs : 0, 0, NULL, at));
     x = cuda_act_form(p, layer->o, n);
@@ -350,12 +349,9 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
     TRY(multiply_joined(p, layer->o, n, &x, &n_slabs, at));
     x = cuda_act_form(p, layer->gate_up, n);
     TRY(norm(p, step, n_slabs, layer->ffn_gain, &x, at));
-    TRY(cuda_gemm(p, layer->gate_up, n, &x, CUDA_GEMM_SWIGLU, NULL, NULL, &source, at));
-    x = cuda_act_form(p, layer->down, n);
-    const int32_t width = layer->gate_up->rows / 2;
-    const struct k_convert convert = {source, p->gate_up, source == K_SRC_F16 ? width : 2 * width, n, width, x};
-    LAUNCH(sits_k_convert(&convert, at));
-    TRY(multiply_joined(p, layer->down, n, &x, &n_slabs, at));
+    struct k_act products;
+    TRY(cuda_gemm_swiglu(p, layer->gate_up, layer->down, n, &x, &products, at));
+    TRY(multiply_joined(p, layer->down, n, &products, &n_slabs, at));
   }
   return step->n_rows > 0 ? head(p, step, n_slabs, at) : SITS_OK;
 }

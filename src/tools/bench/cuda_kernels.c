@@ -77,7 +77,7 @@ static void make(struct lab *lab)
   lab->f32 = take(lab, (size_t)MOST_TOKENS * V * 4);
   lab->wide = take(lab, (size_t)MOST_TOKENS * 2 * F * 4);
   lab->act = take(lab, (size_t)MOST_TOKENS * F * 2);
-  lab->act_scale = take(lab, MOST_TOKENS * 4);
+  lab->act_scale = take(lab, (size_t)MOST_TOKENS * (F / K_GROUP) * 4);
   for (int i = 0; i < 3; i++) lab->frag[i] = take(lab, (size_t)16 * F * 2);
   lab->workspace = take(lab, k_attn_decode_workspace_bytes(lab->n_sm, D));
   lab->counters = take(lab, MOST_TOKENS * G * 4);
@@ -306,12 +306,15 @@ static void attention(struct lab *lab)
 
 /* ---- 17 and more tokens ---- */
 
+/* which: 0..3, and 4 more for scales per group. */
 static void w4a8_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
   for (int l = 0; l < LAYERS; l++) {
-    const int i = a->which;
+    const int i = a->which & 3;
+    const bool is_grouped = a->which >= 4;
     const struct k_w4a8 g = {.weight = lab->weight[l][i],
+                             .is_grouped = is_grouped,
                              .channel = lab->channel,
                              .rows = rows_of[i],
                              .cols = cols_of[i],
@@ -319,11 +322,16 @@ static void w4a8_body(struct lab *lab, const void *arg, bool pdl)
                              .x = lab->act,
                              .x_scale = lab->act_scale,
                              .x_sum = lab->ints + 3500,
-                             .output = i == 2 ? K_W4A8_SWIGLU : K_W4A8_SLAB_F32,
+                             .output = i != 2 ? K_W4A8_SLAB_F32 : is_grouped ? K_W4A8_SWIGLU_S8 : K_W4A8_SWIGLU,
                              .y = i == 2 ? lab->wide : (void *)lab->f32,
+                             .y_scale = lab->h,
                              .ld = i == 2 ? F : rows_of[i],
                              .slab_stride = (int64_t)a->n_tokens * rows_of[i]};
-    check(lab, sits_k_w4a8(&g, lab->n_sm, at_of(lab, pdl)), "w4a8");
+    struct k_w4a8_tall_plan tall; /* as the backend chooses */
+    if (k_w4a8_tall_plan(&g, lab->n_sm, &tall))
+      check(lab, sits_k_w4a8_tall(&g, lab->n_sm, at_of(lab, pdl)), "w4a8 tall");
+    else
+      check(lab, sits_k_w4a8(&g, lab->n_sm, at_of(lab, pdl)), "w4a8");
   }
 }
 
@@ -356,10 +364,11 @@ static void many_tokens(struct lab *lab)
   static const int32_t tokens[] = {16, 32, 64, 128};
   char name[64];
   for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
-    for (int i = 0; i < 4; i++) {
-      const struct decode_arg arg = {tokens[t], i, false, 0};
-      snprintf(name, sizeof name, "w4a8 T=%d %s", tokens[t], name_of[i]);
-      report(lab, name, w4a8_body, &arg, LAYERS, (double)weight_bytes(rows_of[i], cols_of[i]), 2.0 * tokens[t] * rows_of[i] * cols_of[i]);
+    for (int i = 0; i < 8; i++) {
+      const struct decode_arg arg = {.n_tokens = tokens[t], .which = i};
+      const double bytes = (double)weight_bytes(rows_of[i & 3], cols_of[i & 3]);
+      snprintf(name, sizeof name, "w4a8%s T=%d %s", i >= 4 ? " grouped" : "", tokens[t], name_of[i & 3]);
+      report(lab, name, w4a8_body, &arg, LAYERS, bytes, 2.0 * tokens[t] * rows_of[i & 3] * cols_of[i & 3]);
     }
     struct decode_arg arg = {tokens[t], 0, false, 0};
     snprintf(name, sizeof name, "norm + 4 slabs -> s8, T=%d", tokens[t]);
@@ -433,6 +442,7 @@ int bench_kernels(int argc, char **argv)
   if (!lab.failed) check(&lab, cudaStreamCreate(&lab.stream), "stream");
   if (!lab.failed) check(&lab, sits_k_w4a16_init(), "init");
   if (!lab.failed) check(&lab, sits_k_w4a8_init(), "init");
+  if (!lab.failed) check(&lab, sits_k_w4a8_tall_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_decode_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_sm90_init(), "init");
