@@ -4,11 +4,12 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 
 import pytest
-from conftest import ROOT, SLOW, SMOL, TINY, events
+from conftest import BIN, ROOT, SLOW, SMOL, TINY, events
 from grpc_client import channel, grpc, pb, start_both, stubs
 from grpc_health.v1 import health_pb2
 
@@ -320,6 +321,23 @@ def test_reloading_loses_no_request(tmp_path, tmp_path_factory):
     assert out == [(200, "[DONE]")] * 12
     assert server.stop() == 0
     assert not any(key in server.text() for key in KEYS.values())
+
+
+def test_the_command_makes_an_entry(tmp_path, launch):
+    """What --hash-key prints is a line of a key file as it is; what can be guessed is refused; two hashes of one key differ."""
+    key = "made-by-hand-0123456789"
+
+    def hash_key(text):
+        return subprocess.run([BIN / "sits2026d", "--hash-key"], input=text, capture_output=True, text=True, timeout=20)
+    first, second = hash_key(key + "\n"), hash_key(key)
+    assert first.returncode == second.returncode == 0 and first.stdout != second.stdout and key not in first.stdout
+    for bad in ("", "\n", "short\n", "with a blank in it\n"):
+        assert hash_key(bad).returncode == 1 and not hash_key(bad).stdout
+    (tmp_path / "keys").write_text(first.stdout)
+    server = launch(TINY, "--api-key-file", tmp_path / "keys", wait=False)
+    server.wait_ready()
+    assert server.get("/v1/models", {"Authorization": f"Bearer {key}"})[0] == 200
+    assert server.get("/v1/models", {"Authorization": f"Bearer {key}x"})[0] == 401
 
 
 def test_a_bad_file_does_not_start(tmp_path, launch):
