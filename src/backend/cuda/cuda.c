@@ -27,7 +27,7 @@ bool cuda_is_usable(void)
 static void cuda_close(struct backend *backend)
 {
   if (backend == NULL) return;
-  if (backend->lt) cublasLtDestroy(backend->lt);
+  if (backend->lt) cuda_blas.Destroy(backend->lt);
   cuda_memory_free_owner(backend, backend);
   if (backend->stream) (void)cudaStreamDestroy(backend->stream);
   mem_free(backend);
@@ -76,8 +76,9 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
   backend->compute_major = prop.major;
   snprintf(backend->name, sizeof backend->name, "cuda %.40s, sm_%d%d", prop.name, prop.major, prop.minor);
   enum sits_status status = read_recipe(backend, err);
+  if (status == SITS_OK) status = cuda_blas_load(err);
   if (status == SITS_OK && (init_kernels() != SITS_OK || cudaStreamCreate(&backend->stream) != cudaSuccess ||
-                            cublasLtCreate(&backend->lt) != CUBLAS_STATUS_SUCCESS))
+                            cuda_blas.Create(&backend->lt) != CUBLAS_STATUS_SUCCESS))
     status =
         sits_fail(err, SITS_DEVICE, "cuda: device %d could not be set up: %s", options->device, cudaGetErrorString(cudaGetLastError()));
   if (status == SITS_OK && (backend->lt_workspace = cuda_memory_alloc(backend, backend, CUDA_LT_WORKSPACE)) == NULL)

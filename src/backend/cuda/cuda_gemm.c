@@ -49,18 +49,18 @@ static bool lt_describe(struct cuda_lt_plan *plan)
   const bool is_e4m3 = plan->kind >= LT_E4M3_F16, is_f32 = plan->kind == LT_F16_F32 || plan->kind == LT_E4M3_F32;
   const cudaDataType_t in = is_e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_16F, out = is_f32 ? CUDA_R_32F : CUDA_R_16F;
   const cublasOperation_t trans = CUBLAS_OP_T;
-  LT_TRY(cublasLtMatmulDescCreate(&plan->op, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-  LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_TRANSA, &trans, sizeof trans));
+  LT_TRY(cuda_blas.MatmulDescCreate(&plan->op, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  LT_TRY(cuda_blas.MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_TRANSA, &trans, sizeof trans));
   if (is_e4m3) {
     const int8_t fast = 1;
     const int32_t mode = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
-    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast));
-    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode, sizeof mode));
-    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode, sizeof mode));
+    LT_TRY(cuda_blas.MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast));
+    LT_TRY(cuda_blas.MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode, sizeof mode));
+    LT_TRY(cuda_blas.MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode, sizeof mode));
   }
-  LT_TRY(cublasLtMatrixLayoutCreate(&plan->a, in, (uint64_t)plan->cols, (uint64_t)plan->rows, plan->cols));
-  LT_TRY(cublasLtMatrixLayoutCreate(&plan->b, in, (uint64_t)plan->cols, (uint64_t)plan->n, plan->cols));
-  LT_TRY(cublasLtMatrixLayoutCreate(&plan->d, out, (uint64_t)plan->rows, (uint64_t)plan->n, plan->rows));
+  LT_TRY(cuda_blas.MatrixLayoutCreate(&plan->a, in, (uint64_t)plan->cols, (uint64_t)plan->rows, plan->cols));
+  LT_TRY(cuda_blas.MatrixLayoutCreate(&plan->b, in, (uint64_t)plan->cols, (uint64_t)plan->n, plan->cols));
+  LT_TRY(cuda_blas.MatrixLayoutCreate(&plan->d, out, (uint64_t)plan->rows, (uint64_t)plan->n, plan->rows));
   return true;
 }
 
@@ -71,25 +71,25 @@ static bool lt_choose(struct backend *backend, struct cuda_lt_plan *plan, const 
   const size_t workspace = CUDA_LT_WORKSPACE;
   int n_found = 0;
   if (plan->kind >= LT_E4M3_F16) {
-    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &any_scale, sizeof any_scale));
-    LT_TRY(cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &any_scale, sizeof any_scale));
+    LT_TRY(cuda_blas.MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &any_scale, sizeof any_scale));
+    LT_TRY(cuda_blas.MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &any_scale, sizeof any_scale));
   }
-  LT_TRY(cublasLtMatmulPreferenceCreate(&preference));
-  bool ok = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace) ==
+  LT_TRY(cuda_blas.MatmulPreferenceCreate(&preference));
+  bool ok = cuda_blas.MatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace) ==
             CUBLAS_STATUS_SUCCESS;
-  ok = ok && cublasLtMatmulAlgoGetHeuristic(backend->lt, plan->op, plan->a, plan->b, plan->d, plan->d, preference, 1, &result,
+  ok = ok && cuda_blas.MatmulAlgoGetHeuristic(backend->lt, plan->op, plan->a, plan->b, plan->d, plan->d, preference, 1, &result,
                                             &n_found) == CUBLAS_STATUS_SUCCESS;
-  cublasLtMatmulPreferenceDestroy(preference);
+  cuda_blas.MatmulPreferenceDestroy(preference);
   plan->algo = result.algo;
   return ok && n_found == 1;
 }
 
 static void lt_plan_fini(struct cuda_lt_plan *plan)
 {
-  if (plan->op) cublasLtMatmulDescDestroy(plan->op);
-  if (plan->a) cublasLtMatrixLayoutDestroy(plan->a);
-  if (plan->b) cublasLtMatrixLayoutDestroy(plan->b);
-  if (plan->d) cublasLtMatrixLayoutDestroy(plan->d);
+  if (plan->op) cuda_blas.MatmulDescDestroy(plan->op);
+  if (plan->a) cuda_blas.MatrixLayoutDestroy(plan->a);
+  if (plan->b) cuda_blas.MatrixLayoutDestroy(plan->b);
+  if (plan->d) cuda_blas.MatrixLayoutDestroy(plan->d);
   *plan = (struct cuda_lt_plan){0};
 }
 
@@ -133,11 +133,11 @@ static enum sits_status lt_multiply(struct backend_program *p, const struct cuda
   if (plan == NULL) return CUDA_CALL(p->backend, cudaErrorNotSupported);
   if (is_e4m3) {
     const void *a = w->channel, *b = x->scale;
-    if (cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &a, sizeof a) != CUBLAS_STATUS_SUCCESS ||
-        cublasLtMatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &b, sizeof b) != CUBLAS_STATUS_SUCCESS)
+    if (cuda_blas.MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &a, sizeof a) != CUBLAS_STATUS_SUCCESS ||
+        cuda_blas.MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &b, sizeof b) != CUBLAS_STATUS_SUCCESS)
       return CUDA_CALL(p->backend, cudaErrorInvalidValue);
   }
-  const cublasStatus_t e = cublasLtMatmul(p->backend->lt, plan->op, &one, weight, plan->a, x->data, plan->b, &zero, y, plan->d, y,
+  const cublasStatus_t e = cuda_blas.Matmul(p->backend->lt, plan->op, &one, weight, plan->a, x->data, plan->b, &zero, y, plan->d, y,
                                           plan->d, &plan->algo, p->backend->lt_workspace, CUDA_LT_WORKSPACE, (cudaStream_t)at.stream);
   return e == CUBLAS_STATUS_SUCCESS ? SITS_OK : CUDA_CALL(p->backend, cudaErrorLaunchFailure);
 }

@@ -8,18 +8,19 @@
  * goes through CUDA_TRY or cuda_check: the first failure marks the backend failed (sticky) and is logged once. 3. One thread.
  *
  * Files: cuda.c (vtable, checks of a batch), cuda_memory.c (allocation, errors), cuda_weights.c (packing), cuda_compile.c (program to
- * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_graph.c (captured steps),
+ * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_blas.c
+ * (cuBLASLt at run time), cuda_graph.c (captured steps),
  * cuda_kv.c (pages), cuda_kept.c (a long prompt's expanded keys), cuda_act.c (rounded activations).
  */
 #ifndef SITS_BACKEND_CUDA_INTERNAL_H
 #define SITS_BACKEND_CUDA_INTERNAL_H
 
-#include <cublasLt.h>
 #include <cuda_runtime_api.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 #include "backend/backend.h"
+#include "backend/cuda/cuda_blas.h"
 #include "backend/program.h"
 #include "kernels.h"
 
