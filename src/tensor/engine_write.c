@@ -8,6 +8,7 @@
 #include "base/hash.h"
 #include "base/mapfile.h"
 #include "base/mem.h"
+#include "base/outfile.h"
 #include "tensor/engine_file.h"
 #include "tensor/engine_format.h"
 
@@ -200,9 +201,10 @@ enum sits_status engine_writer_finish(struct engine_writer *writer, const json_t
   size_t header_bytes = 0;
   uint64_t file_bytes = 0;
   if ((size_t)snprintf(part, sizeof part, "%s.part", path) >= sizeof part) return sits_fail(err, SITS_INVALID_ARGUMENT, "path too long");
+  enum sits_status status = outfile_check(path, err);
+  if (status) return status;
   char *header = write_header(writer, meta, &header_bytes, &file_bytes);
   if (!header) return sits_fail(err, SITS_NOMEM, "out of memory");
-  enum sits_status status = SITS_OK;
   FILE *file = fopen(part, "wb");
   if (!file) status = sits_fail(err, SITS_IO, "%.200s: %s", part, strerror(errno));
   if (file && !write_all(writer, file, header, header_bytes, file_bytes))

@@ -1,5 +1,6 @@
 """sits2026-eval compare and choice against numpy on raw logits: perplexity, divergence, agreement, log-likelihoods of choices."""
 import json
+import os
 import subprocess
 
 import numpy as np
@@ -80,6 +81,25 @@ def test_compare_compiles_recipes_and_stores_caches(engine, tmp_path):
     assert [row[0] for row in rows] == ["w16a16", "w4a8", "w4a8.bin", "w4a8@int4"]
     assert rows[1][1:9] == rows[2][1:9] and rows[3][2] != rows[1][2]
     assert not list((tmp_path / "t").iterdir())
+
+
+def test_recipes_of_one_name_are_two(tmp_path):
+    """Files of the same name in two folders are two recipes."""
+    for folder, weights in (("a", "int8"), ("b", "int4")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "r.yaml").write_text(f"weights: {weights}\n")
+    first, second = json.loads(run("eval", "compare", "--model", STORIES, "--models", f"{tmp_path}/a/r.yaml,{tmp_path}/b/r.yaml", "--text",
+                                   TEXT, "--ctx", CTX, "--windows", 1, "--json").stdout)["rows"]
+    assert first["name"] == second["name"] == "r.yaml" and second["weight_bytes"] < 0.9 * first["weight_bytes"]
+
+
+def test_a_pipe_is_not_replaced(tmp_path):
+    """Results are renamed into place: what is no plain file there stays."""
+    os.mkfifo(tmp_path / "pipe")
+    for args in (("eval", "compare", "--models", STORIES, "--text", TEXT, "--ctx", CTX, "--windows", 1, "--out"),
+                 ("compile", STORIES, "--recipe", "w8a8", "-o")):
+        assert "not a regular file" in run(*args, tmp_path / "pipe", code=1).stderr
+        assert [file.name for file in tmp_path.iterdir()] == ["pipe"] and (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize("args,code,text", [

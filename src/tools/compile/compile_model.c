@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "base/hash.h"
 #include "base/mem.h"
+#include "base/outfile.h"
 #include "tools/compile/compile.h"
 #include "tensor/dequant.h"
 
@@ -488,7 +489,9 @@ enum sits_status compile_run(const struct compile_options *options, struct compi
 {
   struct compilation c = {.options = options};
   const int64_t start_us = clock_monotonic_us();
-  enum sits_status status = quant_recipe_load(options->recipe ? options->recipe : "w4a8", &c.recipe, err);
+  enum sits_status status = outfile_check(options->output, err); /* before hours of work, not behind them */
+  if (status) return status;
+  status = quant_recipe_load(options->recipe ? options->recipe : "w4a8", &c.recipe, err);
   if (status) return status;
   status = model_open(options->model, &c.model, err);
   if (!status) status = check_source(&c, err);

@@ -83,6 +83,7 @@ struct eval_contender {
   char name[96];                     /* as given, without folders */
   char kv[16];                       /* how its cache is stored */
   char path[4096];                   /* of the model or engine file */
+  char recipe[4096];                 /* it is compiled by, as given; empty: by none */
   bool is_temporary;                 /* compiled here: removed by eval_contenders_close */
   double compile_s;
   struct eval_session session;       /* open between eval_contender_open and its close */

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "base/mem.h"
+#include "base/outfile.h"
 #include "tensor/engine_file.h"
 #include "tools/compile/compile.h"
 #include "tools/eval/eval.h"
@@ -59,9 +60,10 @@ static enum sits_status take_item(const struct eval_options *o, char *text, cons
     if ((size_t)snprintf(c->path, sizeof c->path, "%s", text) < sizeof c->path) return SITS_OK;
     return sits_fail_param(err, SITS_CONFIG, "models", "a path of --models is too long");
   }
-  const size_t n_name = strlen(tail_of(text));
+  if ((size_t)snprintf(c->recipe, sizeof c->recipe, "%s", text) >= sizeof c->recipe)
+    return sits_fail_param(err, SITS_CONFIG, "models", "a path of --models is too long");
   for (int32_t i = 0; i < n_before; i++) {
-    if (list[i].compile_s <= 0 || strncmp(list[i].name, tail_of(text), n_name) != 0 || !strchr("@", list[i].name[n_name])) continue;
+    if (strcmp(list[i].recipe, text) != 0) continue;
     memcpy(c->path, list[i].path, sizeof c->path);
     c->compile_s = list[i].compile_s;
     return SITS_OK;
@@ -132,6 +134,8 @@ enum sits_status eval_write_json(const json_t *value, const char *path, struct s
   char part[4112];
   snprintf(part, sizeof part, "%.4000s.part", path);
   if (!value) return sits_fail(err, SITS_NOMEM, "out of memory");
+  const enum sits_status status = outfile_check(path, err);
+  if (status) return status;
   if (json_dump_file(value, part, JSON_INDENT(1) | JSON_REAL_PRECISION(17)) == 0 && rename(part, path) == 0) return SITS_OK;
   unlink(part);
   return sits_fail_param(err, SITS_IO, "out", "%.150s: cannot be written: %s", path, strerror(errno));
