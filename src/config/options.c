@@ -73,7 +73,7 @@ const struct option_spec options_table[] = {
         "with int4 and fp4 pages."),
     STR("draft-model", draft_model, "Scheduling",
         "A smaller model with the same tokenizer, which guesses tokens where prompt lookup finds nothing; they are verified as its are. "
-        "CPU only, with f16 or int8 pages."),
+        "CPU only, on one device, with f16 or int8 pages."),
     INT("speculative-max-running", speculative_max_running, "8", 1, 4096, "sequences", "Scheduling",
         "Speculate while fewer sequences than that run."),
     INT("max-queued-requests", max_queued_requests, "1024", 1, 1000000, "requests", "Scheduling",

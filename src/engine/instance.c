@@ -121,6 +121,9 @@ static enum sits_status open_draft(struct instance *instance, const char *path, 
   struct instance_options *o = &instance->options;
   const struct runner *r = &instance->runner;
   if (o->spec_max_tokens == 0) return sits_fail_param(err, SITS_CONFIG, "draft-model", "draft-model needs speculative-tokens above 0");
+  if (o->n_ranks > 1)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "draft-model",
+                           "draft-model does not go with tensor-parallel-size %d: it runs on one device", (int)o->n_ranks);
   if (r->codec != KV_F16 && r->codec != KV_INT8 && r->codec != KV_F32)
     return sits_fail_param(err, SITS_CONFIG, "draft-model",
                            "draft-model needs kv-cache-dtype f16 or int8: %s pages cannot take a token back", kv_codec_name(r->codec));

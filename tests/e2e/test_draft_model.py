@@ -40,6 +40,13 @@ def test_another_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(not TINY.exists(), reason="no tiny model")
+def test_several_ranks_are_refused():
+    run = subprocess.run([BIN / "sits2026d", "--model", TINY, "--draft-model", TINY, "--tensor-parallel-size", "2", "--device", "cpu",
+                          "--port", "0"], capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0 and "draft-model does not go with tensor-parallel-size" in run.stderr, run.stderr[-500:]
+
+
+@pytest.mark.skipif(not TINY.exists(), reason="no tiny model")
 def test_same_size_other_tokens_is_refused(tmp_path):
     """The same number of tokens, two of them exchanged."""
     other = tmp_path / "other"
