@@ -21,7 +21,7 @@
 #include "tools/bench/bench.h"
 #include "tools/bench/engine_bench.h"
 
-enum { STREAMS = 4, MOST_GAPS = 200000, WARM_TOKENS = 40 };
+enum { STREAMS = 4, MOST_GAPS = 200000, WARM_TOKENS = 40, PASSAGE = 300, PASSAGE_AGAIN = 24 };
 
 #define AT(field) offsetof(struct engine_bench_options, field)
 static const struct option_spec specs[] = {
@@ -46,7 +46,7 @@ static const struct option_spec specs[] = {
     {"json", OPTION_STRING, AT(json), "", 0, 0, "", 0, NULL, "Options", "File for the result; default stdout."},
 };
 
-bool engine_bench_open(struct engine_run *run, const struct engine_bench_options *o, struct instance_options more)
+bool engine_bench_open(struct engine_run *run, const struct engine_bench_options *o, struct instance_options more, int64_t longest)
 {
   struct sits_error err = {0};
   more.model_path = o->model;
@@ -56,7 +56,12 @@ bool engine_bench_open(struct engine_run *run, const struct engine_bench_options
   more.kv_cache_bytes = more.kv_cache_bytes ? more.kv_cache_bytes : (uint64_t)1 << 30;
   run->options = o;
   run->instance = NULL;
+  struct instance_info info;
   enum sits_status status = instance_open(&more, &run->instance, &err);
+  if (status == SITS_OK) instance_info(run->instance, &info);
+  if (status == SITS_OK && longest > info.max_model_len)
+    status = sits_fail(&err, SITS_CONTEXT_LENGTH, "requests of %lld tokens are more than the %d that this model takes here",
+                       (long long)longest, (int)info.max_model_len);
   if (status == SITS_OK) status = instance_start(run->instance, &err);
   if (status != SITS_OK) {
     fprintf(stderr, "sits2026-bench engine: %s\n", err.text);
@@ -118,7 +123,7 @@ static bool measure_stall(const struct engine_bench_options *o, double itl_targe
                                   .max_num_batched_tokens = is_whole ? (int32_t)o->prompt : 512};
   struct stream streams[STREAMS] = {{0}}, longer = {0};
   int64_t n_gaps = 0, n_ignored = 0;
-  if (!engine_bench_open(&run, o, more)) return false;
+  if (!engine_bench_open(&run, o, more, o->prompt + 1)) return false;
   struct instance_info info;
   instance_info(run.instance, &info);
   int32_t n_vocab = instance_model(run.instance)->config.n_vocab, *prompt = mem_calloc((size_t)o->prompt, sizeof *prompt);
@@ -188,6 +193,7 @@ static bool run_stall(const struct engine_bench_options *o, json_t *rows)
 {
   int64_t percents[8];
   int n = bench_parse_list(o->targets, percents, 8);
+  if (n == 0) fprintf(stderr, "sits2026-bench engine: --targets is a list of at most 8 percentages such as 1,150\n");
   struct stall s;
   double quiet = o->quiet_ms;
   for (int i = 0; i < n; i++) {
@@ -217,12 +223,11 @@ static bool read_text(const char *path, char *text, size_t n_bytes)
 /* A passage and its beginning once more: what an edit or a quotation looks like to the model. */
 static int64_t passage(const struct token_list *text, int64_t index, int32_t *prompt)
 {
-  enum { LENGTH = 300, AGAIN = 24 };
-  int64_t at = index * LENGTH;
-  if (at + LENGTH > text->n) return 0;
-  memcpy(prompt, text->ids + at, LENGTH * sizeof *prompt);
-  memcpy(prompt + LENGTH, text->ids + at, AGAIN * sizeof *prompt);
-  return LENGTH + AGAIN;
+  int64_t at = index * PASSAGE;
+  if (at + PASSAGE > text->n) return 0;
+  memcpy(prompt, text->ids + at, PASSAGE * sizeof *prompt);
+  memcpy(prompt + PASSAGE, text->ids + at, PASSAGE_AGAIN * sizeof *prompt);
+  return PASSAGE + PASSAGE_AGAIN;
 }
 
 static bool measure_speculation(const struct engine_bench_options *o, int32_t draft, const char *text, int32_t *answers,
@@ -232,8 +237,9 @@ static bool measure_speculation(const struct engine_bench_options *o, int32_t dr
   struct tokenizer *tokenizer = NULL;
   struct sits_error err = {0};
   struct token_list ids = {0};
-  int32_t prompt[512];
-  if (!engine_bench_open(&run, o, (struct instance_options){.max_num_seqs = 16, .spec_max_tokens = draft})) return false;
+  int32_t prompt[PASSAGE + PASSAGE_AGAIN];
+  const struct instance_options more = {.max_num_seqs = 16, .spec_max_tokens = draft};
+  if (!engine_bench_open(&run, o, more, PASSAGE + PASSAGE_AGAIN + o->output)) return false;
   enum sits_status status = tokenizer_load(instance_model(run.instance)->source, &tokenizer, &err);
   if (status == SITS_OK) status = tokenizer_encode(tokenizer, text, strlen(text), 0, &ids);
   int64_t n_tokens = 0, busy_us = 0;
@@ -295,7 +301,12 @@ static bool run_prefix(const struct engine_bench_options *o, json_t *rows)
   struct engine_run run;
   int32_t *prompt = mem_calloc((size_t)o->prompt + 16, sizeof *prompt);
   double *ttft = mem_calloc((size_t)o->chats, sizeof *ttft), first = 0;
-  if (!prompt || !ttft || !engine_bench_open(&run, o, (struct instance_options){.max_num_seqs = 8, .prefix_caching = true})) return false;
+  const struct instance_options more = {.max_num_seqs = 8, .prefix_caching = true};
+  if (!prompt || !ttft || !engine_bench_open(&run, o, more, o->prompt + 16 + 1)) {
+    mem_free(prompt);
+    mem_free(ttft);
+    return false;
+  }
   int32_t n_vocab = instance_model(run.instance)->config.n_vocab;
   engine_bench_prompt(prompt, o->prompt, n_vocab, 5);
   for (int64_t i = 0; i < o->chats; i++) {

@@ -18,8 +18,9 @@ struct engine_run {
   const struct engine_bench_options *options;
 };
 
-/* Open and start what the options name, with more set as given; false after a message on stderr. Close with instance_close. */
-bool engine_bench_open(struct engine_run *run, const struct engine_bench_options *options, struct instance_options more);
+/* Open and start what the options name, with more set as given; longest: tokens of the longest request to come, prompt and answer. False
+ * after a message on stderr, also when the model does not take that many. Close with instance_close. */
+bool engine_bench_open(struct engine_run *run, const struct engine_bench_options *options, struct instance_options more, int64_t longest);
 /* n random ids, the same for the same seed. */
 void engine_bench_prompt(int32_t *tokens, int64_t n, int32_t n_vocab, uint32_t seed);
 void engine_bench_nap(void);

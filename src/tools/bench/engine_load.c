@@ -91,8 +91,12 @@ static bool run_kinds(const struct engine_bench_options *o, struct kind *kinds, 
   enum { MOST_TTFT = 100000 };
   struct engine_run run;
   struct client *clients = mem_calloc(MOST_LIVE, sizeof *clients);
-  bool is_good = clients && engine_bench_open(&run, o, (struct instance_options){.max_num_seqs = 16, .max_waiting_requests = QUEUE,
-                                                                                  .itl_target_us = (int64_t)(o->itl_target_ms * 1000)});
+  const struct instance_options more = {.max_num_seqs = 16, .max_waiting_requests = QUEUE,
+                                        .itl_target_us = (int64_t)(o->itl_target_ms * 1000)};
+  int64_t longest = 0;
+  for (int32_t k = 0; k < n_kinds; k++)
+    if (longest < kinds[k].n_prompt + kinds[k].n_output) longest = kinds[k].n_prompt + kinds[k].n_output;
+  bool is_good = clients && engine_bench_open(&run, o, more, longest);
   for (int32_t k = 0; k < n_kinds; k++) {
     kinds[k].ttft_ms = mem_calloc(MOST_TTFT, sizeof(double));
     is_good = is_good && kinds[k].ttft_ms;

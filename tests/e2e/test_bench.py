@@ -1,0 +1,21 @@
+"""sits2026-bench engine: what it cannot measure is refused, not reported."""
+import subprocess
+
+import pytest
+from conftest import BIN, DATA, SLOW, TINY
+
+TEXT = DATA / "text" / "pride_and_prejudice.txt"
+
+
+@pytest.mark.skipif(not TINY.exists() or not TEXT.exists(), reason="shared test data absent")
+@pytest.mark.parametrize("args,text", [
+    (("prefix", "--prompt", "500", "--chats", "2"), "more than the 512"),
+    (("stall", "--prompt", "3000"), "more than the 512"),
+    (("speculation", "--text", TEXT, "--texts", "1", "--output", "2000"), "more than the 512"),
+    (("stall", "--prompt", "100", "--targets", "fast"), "--targets"),
+])
+def test_engine_refuses(args, text):
+    done = subprocess.run([str(BIN / "sits2026-bench"), "engine", "--model", str(TINY), "--device", "cpu", "--threads", "1", "--scenario",
+                           *map(str, args)], capture_output=True, text=True, timeout=60 * SLOW)
+    assert done.returncode == 1 and text in done.stderr, (done.returncode, done.stderr)
+    assert not done.stdout
