@@ -37,13 +37,17 @@ static int verify_audit(const struct options *options)
   return fflush(stdout) ? 1 : 0;
 }
 
-/* One key from the standard input, as an entry of a key file. */
+/* One key, a line of the standard input, as an entry of a key file. A key that is cut would be one that nobody has. */
 static int hash_key(void)
 {
   char key[1024], hash[ACCESS_HASH_BYTES];
   struct sits_error err = {0};
-  if (!fgets(key, sizeof key, stdin)) key[0] = '\0';
-  enum sits_status status = access_hash_key(key, strcspn(key, "\r\n"), hash, &err);
+  size_t n = 0;
+  int c;
+  while (n < sizeof key && (c = getchar()) != EOF && c != '\n') key[n++] = (char)c;
+  if (n && n < sizeof key && key[n - 1] == '\r') n--;
+  enum sits_status status = n < sizeof key ? access_hash_key(key, n, hash, &err)
+                                           : sits_fail(&err, SITS_INVALID_ARGUMENT, "the key has over %zu characters", sizeof key - 1);
   explicit_bzero(key, sizeof key);
   if (status) {
     fprintf(stderr, "sits2026d: %s\n", err.text);

@@ -345,3 +345,17 @@ def test_a_bad_file_does_not_start(tmp_path, launch):
     path.write_text("keys:\n  - {hash: plain-secret-in-file, tenant: a, roles: [admin]}\n")
     with pytest.raises(AssertionError, match="key 1: hash must be what"):
         launch(TINY, "--api-key-file", path, wait=False)
+
+
+@pytest.mark.parametrize("text, ok", [
+    (b"k" * 16 + b"\n", True), (b"k" * 16 + b"\r\n", True), (b"k" * 1023, True), (b"k" * 1024 + b"\n", False), (b"k" * 5000, False),
+    (b"k" * 20 + b"\0rest\n", False), (b"k" * 20 + b"\rrest\n", False), (b"k" * 15 + b"\n", False), (b"", False)],
+                         ids=["lf", "crlf", "longest", "over", "far-over", "nul", "cr", "short", "nothing"])
+def test_a_key_is_hashed_whole_or_refused(text, ok):
+    done = subprocess.run([BIN / "sits2026d", "--hash-key"], input=text, capture_output=True, timeout=60 * SLOW)
+    assert (done.returncode == 0) == ok, done.stderr
+    if ok:
+        _, salt, digest = json.loads(done.stdout)["hash"].split(":")
+        assert hashlib.sha256(bytes.fromhex(salt) + text.rstrip(b"\r\n")).hexdigest() == digest
+    else:
+        assert not done.stdout and b"sits2026d: the key has" in done.stderr or b"a key has printable" in done.stderr
