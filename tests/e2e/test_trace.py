@@ -4,11 +4,12 @@ import base64
 import http.server
 import json
 import re
+import subprocess
 import threading
 import time
 
 import pytest
-from conftest import SLOW, TINY, start
+from conftest import BIN, SLOW, TINY, start
 
 json_format = pytest.importorskip("google.protobuf.json_format")
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -215,6 +216,25 @@ def test_a_stuck_collector_fills_the_queue_and_drops_are_counted(tmp_path_factor
     began = time.time()
     assert server.stop() == 0
     assert time.time() - began < 20 * SLOW
+
+
+def test_a_post_that_hangs_does_not_hold_the_stop_up(tmp_path_factory, collector):
+    collector.delay = 30
+    server = start(tmp_path_factory, TINY, "--otlp-endpoint", collector.url)
+    assert server.get("/v1/models")[0] == 200
+    time.sleep(1.5)  # the post has begun and has ten seconds
+    assert server.get("/v1/models")[0] == 200
+    began = time.time()
+    assert server.stop() == 0
+    assert time.time() - began < 6 * SLOW
+    assert "the daemon stops" in server.text() or "spans are dropped" in server.text()
+
+
+def test_an_endpoint_with_a_password_is_refused_and_not_shown(tmp_path):
+    for url in ("http://user:swordfish@127.0.0.1:9", "https://swordfish@127.0.0.1/v1/traces"):
+        done = subprocess.run([BIN / "sits2026d", "--model", TINY, "--port", "0", "--otlp-endpoint", url], capture_output=True,
+                              timeout=60 * SLOW)
+        assert done.returncode == 1 and b"otlp-headers" in done.stderr and b"swordfish" not in done.stderr
 
 
 def test_partial_success_is_counted(tmp_path_factory, collector):

@@ -3,6 +3,7 @@
 
 #include <curl/curl.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +21,7 @@
 #define MAX_BATCH_BYTES (4u << 20)    /* what collectors take by default */
 #define MAX_REPLY_BYTES (64u << 10)
 #define POST_MS 10000L
-#define LAST_POST_MS 2000L
+#define CLOSE_US 2000000               /* for all that is left when the daemon stops */
 #define N_TRIES 3
 #define COMPLAIN_US 30000000
 
@@ -31,6 +32,7 @@ struct trace {
   struct curl_slist *headers;       /* [init] */
   struct blob_queue queue;
   pthread_t thread;
+  _Atomic int64_t close_by_us;      /* [atomic] monotonic: when the last post must be over; 0 until the daemon stops */
   CURL *curl;                       /* [exporter] */
   struct buf body, reply;           /* [exporter] */
   int64_t complained_us;            /* [exporter] */
@@ -88,14 +90,30 @@ static void complain(struct trace *trace, const char *why)
   log_warn("trace", "spans are dropped: %s: %s", trace->url, why);
 }
 
+static bool is_closed_long(const struct trace *trace)
+{
+  int64_t close_by_us = atomic_load(&trace->close_by_us);
+  return close_by_us && clock_monotonic_us() >= close_by_us;
+}
+
+/* curl asks about once a second: a post that hangs must not hold the stop up. */
+static int watch_close(void *context, curl_off_t n_down, curl_off_t down, curl_off_t n_up, curl_off_t up)
+{
+  return is_closed_long(context);
+}
+
 enum outcome { TAKEN, REFUSED, RETRY };
 
-static enum outcome post_once(struct trace *trace, bool is_last, char why[CURL_ERROR_SIZE])
+static enum outcome post_once(struct trace *trace, char why[CURL_ERROR_SIZE])
 {
   long code = 0;
+  int64_t close_by_us = atomic_load(&trace->close_by_us);
+  long left_ms = close_by_us ? (long)((close_by_us - clock_monotonic_us()) / 1000) : POST_MS;
   buf_clear(&trace->reply);
+  snprintf(why, CURL_ERROR_SIZE, "the daemon stops");
+  if (left_ms <= 0) return REFUSED;
   why[0] = '\0';
-  curl_easy_setopt(trace->curl, CURLOPT_TIMEOUT_MS, is_last ? LAST_POST_MS : POST_MS);
+  curl_easy_setopt(trace->curl, CURLOPT_TIMEOUT_MS, left_ms);
   curl_easy_setopt(trace->curl, CURLOPT_ERRORBUFFER, why);
   curl_easy_setopt(trace->curl, CURLOPT_POSTFIELDS, trace->body.data);
   curl_easy_setopt(trace->curl, CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)trace->body.size);
@@ -111,7 +129,7 @@ static enum outcome post_once(struct trace *trace, bool is_last, char why[CURL_E
   return code == 429 || code == 502 || code == 503 || code == 504 ? RETRY : REFUSED;
 }
 
-/* Send the body: three tries, a second and two apart; one once the daemon stops. */
+/* Send the body: three tries, a second and two apart; one, and none that is late, once the daemon stops. */
 static void post(struct trace *trace, int64_t n_spans)
 {
   char why[CURL_ERROR_SIZE];
@@ -120,7 +138,7 @@ static void post(struct trace *trace, int64_t n_spans)
     if (i) blob_queue_wait_close(&trace->queue, i * 1000000);
     bool is_last = blob_queue_is_closed(&trace->queue);
     if (is_last && i) break;
-    outcome = post_once(trace, is_last, why);
+    outcome = post_once(trace, why);
   }
   int64_t n_refused = outcome == TAKEN ? rejected_spans(trace) : n_spans;
   if (n_refused > n_spans) n_refused = n_spans;
@@ -167,7 +185,10 @@ static enum sits_status make_url(struct trace *trace, const char *endpoint, stru
   buf_init(&url, 4096);
   bool is_http = !strncasecmp(endpoint, "http://", 7) || !strncasecmp(endpoint, "https://", 8);
   if (!is_http) return sits_fail_param(err, SITS_CONFIG, "otlp-endpoint", "otlp-endpoint must begin with http:// or https://");
-  const char *slash = strchr(strstr(endpoint, "://") + 3, '/');
+  const char *authority = strstr(endpoint, "://") + 3, *slash = strchr(authority, '/');
+  if (memchr(authority, '@', strcspn(authority, "/?#")))
+    return sits_fail_param(err, SITS_CONFIG, "otlp-endpoint",
+                           "otlp-endpoint holds a user or a password, which would be logged; otlp-headers takes an authorization header");
   if (!slash) buf_printf(&url, "%s/v1/traces", endpoint);
   else buf_printf(&url, "%s%s", endpoint, slash[1] ? "" : "v1/traces");
   trace->url = buf_take(&url, NULL);
@@ -208,6 +229,9 @@ static enum sits_status make_curl(struct trace *trace, struct sits_error *err)
   curl_easy_setopt(trace->curl, CURLOPT_CONNECTTIMEOUT_MS, 3000L);
   curl_easy_setopt(trace->curl, CURLOPT_PROTOCOLS_STR, "http,https");
   curl_easy_setopt(trace->curl, CURLOPT_USERAGENT, "sits2026d/" SITS_VERSION);
+  curl_easy_setopt(trace->curl, CURLOPT_NOPROGRESS, 0L);
+  curl_easy_setopt(trace->curl, CURLOPT_XFERINFOFUNCTION, watch_close);
+  curl_easy_setopt(trace->curl, CURLOPT_XFERINFODATA, trace);
   curl_easy_setopt(trace->curl, CURLOPT_WRITEFUNCTION, take_reply);
   curl_easy_setopt(trace->curl, CURLOPT_WRITEDATA, &trace->reply);
   return SITS_OK;
@@ -251,6 +275,7 @@ enum sits_status trace_open(const struct trace_options *options, struct metrics 
 void trace_close(struct trace *trace)
 {
   if (!trace) return;
+  atomic_store(&trace->close_by_us, clock_monotonic_us() + CLOSE_US);
   blob_queue_close(&trace->queue);
   pthread_join(trace->thread, NULL);
   release(trace);

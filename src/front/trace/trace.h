@@ -30,7 +30,7 @@ enum sits_status trace_open(const struct trace_options *options, struct metrics 
     SITS_MUST_CHECK;
 /* Public records (answered probes and scrapes) are left out. Never waits. */
 void trace_record(struct trace *trace, const struct api_record *record);
-/* One try to send what is queued, at most two seconds; NULL is fine. */
+/* One try to send what is queued; all of it takes two to three seconds at most, also when a post hangs. NULL is fine. */
 void trace_close(struct trace *trace);
 
 #endif
