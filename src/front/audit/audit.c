@@ -184,6 +184,13 @@ static void sync_if_due(struct audit *audit)
   audit->is_dirty = false;
 }
 
+static int64_t count(const struct blob *list)
+{
+  int64_t n = 0;
+  for (; list; list = list->next) n++;
+  return n;
+}
+
 static void *writer_main(void *argument)
 {
   struct audit *audit = argument;
@@ -192,11 +199,14 @@ static void *writer_main(void *argument)
     if (!audit->pending) audit->pending = blob_queue_take(&audit->queue, SYNC_US);
     bool is_written = write_pending(audit);
     sync_if_due(audit);
+    if (is_closing && is_written && (audit->pending = blob_queue_take(&audit->queue, 0))) continue; /* what came while the disk was full */
     if (is_closing) break;
     blob_queue_wait_close(&audit->queue, is_written ? TURN_US : RETRY_US); /* lines gather meanwhile: fewer, larger writes */
   }
-  int64_t n_left = audit->n_added;
-  for (const struct blob *blob = audit->pending; blob; blob = blob->next) n_left++;
+  int64_t n_left = audit->n_added + count(audit->pending);
+  struct blob *queued = blob_queue_take(&audit->queue, 0);
+  n_left += count(queued);
+  blob_free_list(queued);
   if (n_left) log_error("audit", "%s: %lld lines could not be written", audit->options.path, (long long)n_left);
   return NULL;
 }

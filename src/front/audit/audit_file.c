@@ -172,13 +172,15 @@ bool audit_file_rotate(struct audit_file *file)
     audit_file_discard(file);
     return false;
   }
-  int fd = renameat2(AT_FDCWD, file->path, AT_FDCWD, to, RENAME_NOREPLACE)
-             ? -1 : open(file->path, O_RDWR | O_APPEND | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-  if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB)) {
-    close(fd);
-    fd = -1;
+  if (renameat2(AT_FDCWD, file->path, AT_FDCWD, to, RENAME_NOREPLACE)) return false; /* the next goes behind the end line: one chain */
+  int fd = open(file->path, O_RDWR | O_APPEND | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (fd < 0 || flock(fd, LOCK_EX | LOCK_NB)) { /* no inode, no descriptor: the old file gets its name back and goes on */
+    int saved = errno;
+    if (fd >= 0) close(fd);
+    if (rename(to, file->path)) log_error("audit", "%s cannot be named %s again: %s", to, file->path, strerror(errno));
+    errno = saved;
+    return false;
   }
-  if (fd < 0) return false; /* what comes next goes behind the end line: still one chain */
   close(file->fd);
   file->fd = fd;
   file->n_bytes = 0;

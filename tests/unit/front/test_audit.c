@@ -417,6 +417,53 @@ static void test_full_disk_is_told_and_counted_and_passes(void **state)
   assert_int_equal(report.n_lines, 202);
 }
 
+/* Lines that were queued while the disk was full are written too when there is room again at the end. */
+static void test_what_a_full_disk_held_back_is_written_at_the_end(void **state)
+{
+  struct log *log = *state;
+  struct rlimit before, low;
+  signal(SIGXFSZ, SIG_IGN);
+  assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+  struct audit *audit = open_log(log, 1 << 30, 16 << 20);
+  low = before;
+  low.rlim_cur = 2000;
+  assert_int_equal(setrlimit(RLIMIT_FSIZE, &low), 0);
+  write_lines(audit, 5000); /* over a batch, so that some wait outside the queue */
+  for (int i = 0; i < 400 && !counter(log, METRICS_AUDIT_ERRORS); i++) usleep(10000);
+  write_lines(audit, 200);
+  assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
+  audit_close(audit);
+  assert_int_equal(counter(log, METRICS_AUDIT_LINES), 5200);
+  struct audit_report report;
+  assert_whole(log, &report);
+  assert_int_equal(report.n_lines, 5202);
+}
+
+/* No descriptor for the next file: the old one keeps its name and goes on, and a later rotation works. */
+static void test_a_rotation_that_fails_halfway_is_taken_back(void **state)
+{
+  struct log *log = *state;
+  struct rlimit before, low;
+  assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+  struct audit *audit = open_log(log, 8192, 16 << 20);
+  low = before;
+  low.rlim_cur = 3;
+  assert_int_equal(setrlimit(RLIMIT_NOFILE, &low), 0);
+  write_lines(audit, 100);
+  for (int i = 0; i < 400 && !counter(log, METRICS_AUDIT_ERRORS); i++) usleep(10000);
+  assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+  assert_true(counter(log, METRICS_AUDIT_ERRORS) > 0);
+  audit_close(audit);
+  struct audit_report report;
+  assert_whole(log, &report);
+  assert_int_equal(report.n_files, 1);
+  audit = open_log(log, 8192, 16 << 20);
+  write_lines(audit, 100);
+  audit_close(audit);
+  assert_whole(log, &report);
+  assert_true(report.n_files > 1);
+}
+
 static void test_full_queue_loses_lines_counts_and_tells(void **state)
 {
   struct log *log = *state;
@@ -496,6 +543,7 @@ int main(void)
     TEST(test_flipped_bytes_are_found), TEST(test_removed_lines_are_found), TEST(test_cut_tail_is_found),
     TEST(test_swapped_missing_and_foreign_files_are_found), TEST(test_chain_goes_on_after_a_stop_and_a_crash),
     TEST(test_files_that_are_none_of_ours_are_left_alone), TEST(test_full_disk_is_told_and_counted_and_passes),
+    TEST(test_what_a_full_disk_held_back_is_written_at_the_end), TEST(test_a_rotation_that_fails_halfway_is_taken_back),
     TEST(test_full_queue_loses_lines_counts_and_tells), TEST(test_allocation_failures), cmocka_unit_test(test_traceparent)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
