@@ -1,5 +1,6 @@
 /* Output of the option table: YAML (values or commented sample) and --help. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "config/option.h"
@@ -14,7 +15,12 @@ static const char *value_text(const struct option_set *set, const struct option_
   const void *at = (const char *)set->values + spec->offset;
   switch (spec->kind) {
   case OPTION_INT: case OPTION_BYTES: snprintf(scratch, n_bytes, "%lld", (long long)*(const int64_t *)at); return scratch;
-  case OPTION_FLOAT: snprintf(scratch, n_bytes, "%.15g", *(const double *)at); return scratch;
+  case OPTION_FLOAT: /* as short as it can be read back */
+    for (int digits = 15; digits <= 17; digits++) {
+      snprintf(scratch, n_bytes, "%.*g", digits, *(const double *)at);
+      if (strtod(scratch, NULL) == *(const double *)at) break;
+    }
+    return scratch;
   case OPTION_BOOL: return *(const bool *)at ? "true" : "false";
   default: break;
   }

@@ -139,12 +139,16 @@ static void test_print_config_round_trip(void **state)
   char path[64];
   buf_init(&out, 1 << 20);
   buf_init(&again, 1 << 20);
-  assert_int_equal(LOAD(&f, "--model", "we\"ird: name", "--itl-target-ms", "12.5", "--max-body-bytes", "2M"), SITS_OK);
+  assert_int_equal(LOAD(&f, "--model", "we\"ird: name", "--itl-target-ms", "12.5", "--max-body-bytes", "2M", "--request-timeout-s",
+                        "0.12345678901234567", "--otlp-sampling-ratio", "0.3333333333333333", "--sse-ping-s", "0.1"), SITS_OK);
   assert_true(option_write_yaml(&f.set, false, &out));
+  assert_non_null(strstr(out.data, "\nsse-ping-s: 0.1\n"));
   write_file(path, out.data);
   assert_int_equal(LOAD(&g, "--config", path), SITS_OK);
   assert_true(option_write_yaml(&g.set, false, &again));
   assert_string_equal(out.data, again.data);
+  assert_true(g.options.request_timeout_s == f.options.request_timeout_s && f.options.request_timeout_s == 0.12345678901234567);
+  assert_true(g.options.otlp_sampling_ratio == f.options.otlp_sampling_ratio);
   unlink(path);
   buf_fini(&out);
   buf_fini(&again);
