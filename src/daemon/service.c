@@ -55,6 +55,34 @@ static enum sits_status open_observers(struct service *service, const struct opt
   return status;
 }
 
+/* Names: --served-model-name's comma-separated list, or the last part of the path without ".gguf". */
+static enum sits_status choose_names(struct service *service, struct sits_error *err)
+{
+  struct api_model *model = &service->served;
+  const char *given = service->options->served_model_name, *path = service->options->model, *slash;
+  if (!given) {
+    size_t n = strlen(path);
+    while (n > 1 && path[n - 1] == '/') n--;
+    slash = memrchr(path, '/', n);
+    const char *base = slash && slash + 1 < path + n ? slash + 1 : path;
+    n -= (size_t)(base - path);
+    if (n > 5 && !strncmp(base + n - 5, ".gguf", 5)) n -= 5;
+    service->model_name = mem_strndup(base, n);
+  } else {
+    service->model_name = mem_strdup(given);
+  }
+  if (!service->model_name) return sits_fail(err, SITS_NOMEM, "no memory for the model's name");
+  char *at = service->model_name, *part;
+  while ((part = strsep(&at, given ? "," : ""))) {
+    if (!*part) continue;
+    if (model->n_names == API_MAX_MODEL_NAMES)
+      return sits_fail_param(err, SITS_CONFIG, "served-model-name", "served-model-name has over %d names", API_MAX_MODEL_NAMES);
+    model->names[model->n_names++] = part;
+  }
+  if (!model->n_names) return sits_fail_param(err, SITS_CONFIG, "served-model-name", "served-model-name is empty");
+  return SITS_OK;
+}
+
 enum sits_status service_open(struct service *service, const struct options *options, struct sits_error *err)
 {
   *service = (struct service){.options = options};
@@ -64,6 +92,9 @@ enum sits_status service_open(struct service *service, const struct options *opt
   if (status) return sits_fail(err, status, "no memory for the metrics");
   status = access_create(options->api_key, options->api_key_file, &service->access, err);
   if (status) return status;
+  status = choose_names(service, err);
+  if (status) return status;
+  metrics_set_model(service->metrics, service->served.names[0]); /* before the first scrape, which may come while the model loads */
   metrics_watch_gpus(service->metrics);
   struct api_limits limits = api_limits_default;
   limits.max_body_bytes = options->max_body_bytes;
@@ -226,33 +257,6 @@ static enum sits_status open_instance(struct service *service, struct sits_error
   return status ? status : instance_open(&options, &service->instance, err);
 }
 
-/* Names: --served-model-name's comma-separated list, or the last part of the path without ".gguf". */
-static enum sits_status choose_names(struct service *service, struct api_model *model, struct sits_error *err)
-{
-  const char *given = service->options->served_model_name, *path = service->options->model, *slash;
-  if (!given) {
-    size_t n = strlen(path);
-    while (n > 1 && path[n - 1] == '/') n--;
-    slash = memrchr(path, '/', n);
-    const char *base = slash && slash + 1 < path + n ? slash + 1 : path;
-    n -= (size_t)(base - path);
-    if (n > 5 && !strncmp(base + n - 5, ".gguf", 5)) n -= 5;
-    service->model_name = mem_strndup(base, n);
-  } else {
-    service->model_name = mem_strdup(given);
-  }
-  if (!service->model_name) return sits_fail(err, SITS_NOMEM, "no memory for the model's name");
-  char *at = service->model_name, *part;
-  while ((part = strsep(&at, given ? "," : ""))) {
-    if (!*part) continue;
-    if (model->n_names == API_MAX_MODEL_NAMES)
-      return sits_fail_param(err, SITS_CONFIG, "served-model-name", "served-model-name has over %d names", API_MAX_MODEL_NAMES);
-    model->names[model->n_names++] = part;
-  }
-  if (!model->n_names) return sits_fail_param(err, SITS_CONFIG, "served-model-name", "served-model-name is empty");
-  return SITS_OK;
-}
-
 static void read_stats(void *context, struct engine_stats *out) { engine_stats(instance_engine(context), out); }
 static int32_t read_retry_after_s(void *context) { return engine_retry_after_s(instance_engine(context)); }
 
@@ -292,9 +296,9 @@ static enum sits_status check_draft(const struct service *service, struct sits_e
 enum sits_status service_load(struct service *service, struct sits_error *err)
 {
   int64_t start_us = clock_monotonic_us();
-  struct api_model served = {.loaded_unix_s = clock_unix_s()};
-  enum sits_status status = choose_names(service, &served, err);
-  if (!status) status = open_instance(service, err);
+  struct api_model served = service->served;
+  served.loaded_unix_s = clock_unix_s();
+  enum sits_status status = open_instance(service, err);
   if (status) return status;
   const struct source *source = instance_model(service->instance)->source;
   status = source ? tokenizer_load(source, &service->tokenizer, err)
@@ -315,7 +319,6 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
   served.chat_template = service->chat_template;
   served.max_model_len = info.max_model_len;
   served.loaded_bytes = info.weight_bytes;
-  metrics_set_model(service->metrics, served.names[0]);
   metrics_set_memory(service->metrics, &(struct metrics_memory){.codec = kv_codec_name(info.kv_codec), .page_bytes = info.page_bytes,
                                                                 .weight_bytes = info.weight_bytes, .kv_bytes = info.kv_bytes});
   status = api_model_set(service->api, &served, err);

@@ -31,6 +31,7 @@ struct service {
   bool has_wedge;                      /* the test hook is there: SITS_TEST_WEDGE is set */
   atomic_bool is_wedged;               /* [atomic] and on */
   char *model_name;                    /* served-model-name's list, split in place */
+  struct api_model served;             /* its names are known from the start, the rest once the model is loaded */
 };
 
 enum sits_status service_open(struct service *service, const struct options *options, struct sits_error *err) SITS_MUST_CHECK;

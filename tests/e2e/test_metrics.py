@@ -5,7 +5,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import SLOW, TINY, start
+from conftest import SLOW, SMOL, TINY, start
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -194,4 +194,15 @@ def test_a_broken_nvml_is_done_without(tmp_path_factory):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", folder / "nvml.c"], check=True)
     server = start(tmp_path_factory, TINY, env={"LD_LIBRARY_PATH": str(folder)})
     assert not [name for name in families(server) if name.startswith("gpu_")]
+    assert server.stop() == 0
+
+
+def test_the_model_has_its_name_while_it_loads(tmp_path_factory):
+    server = start(tmp_path_factory, SMOL, "--served-model-name", "smol", "--kv-cache-memory", "64M", wait=False)
+    while True:
+        is_ready = server.get("/health/ready")[0] == 200
+        text = server.get("/metrics")[2].decode()
+        assert 'num_requests_running{model_name="smol"} 0\n' in text and 'model_name=""' not in text
+        if is_ready:
+            break
     assert server.stop() == 0

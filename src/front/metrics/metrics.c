@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "base/utf8.h"
 #include "front/metrics/metrics_gpu.h"
 #include "front/metrics/metrics_process.h"
 #include "front/metrics/metrics_request.h"
@@ -101,9 +102,14 @@ void metrics_set_model(struct metrics *metrics, const char *model_name)
   size_t n = 0;
   static const char head[] = "model_name=\"";
   for (; head[n]; n++) metrics->label[n] = head[n];
-  for (const char *c = model_name; *c && n < LABEL_BYTES - 4; c++) {
+  for (const char *c = model_name; *c && n < LABEL_BYTES - 4;) {
+    size_t length = 1;
+    bool is_whole = utf8_sequence(c, strlen(c), &length) == UTF8_VALID; /* scrapers refuse a page with any byte that is none */
+    if (is_whole && n + length > LABEL_BYTES - 3) break;
     if (*c == '"' || *c == '\\') metrics->label[n++] = '\\';
-    metrics->label[n++] = *c == '\n' ? ' ' : *c;
+    if (!is_whole || *c == '\n') metrics->label[n++] = is_whole ? ' ' : '?';
+    else for (size_t i = 0; i < length; i++) metrics->label[n++] = c[i];
+    c += length;
   }
   metrics->label[n++] = '"';
   metrics->label[n] = '\0';

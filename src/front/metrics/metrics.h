@@ -34,7 +34,7 @@ enum metrics_counter {
 enum sits_status metrics_create(struct metrics **out) SITS_MUST_CHECK;
 void metrics_destroy(struct metrics *metrics);
 
-void metrics_set_model(struct metrics *metrics, const char *model_name);                  /* the label's value, copied */
+void metrics_set_model(struct metrics *metrics, const char *model_name);                  /* the label's value, copied; cut at 175 bytes */
 void metrics_set_routes(struct metrics *metrics, const char *const *names, int n_routes); /* borrowed constants */
 
 void metrics_add(struct metrics *metrics, enum metrics_counter counter, int64_t n);

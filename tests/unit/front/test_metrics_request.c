@@ -9,6 +9,8 @@
 
 #include <cmocka.h>
 
+#include "base/utf8.h"
+#include "front/metrics/metrics.h"
 #include "front/metrics/metrics_request.h"
 
 static void take(struct metrics_requests *requests, const char *tenant, enum sits_status status)
@@ -81,8 +83,43 @@ static void test_outcomes_and_names(void **state)
   metrics_requests_destroy(requests);
 }
 
+/* A page with a byte that is no UTF-8, or with a label that does not end, is refused whole by scrapers. */
+static void test_any_model_name_makes_a_label(void **state)
+{
+  char longest[600], quotes[400];
+  for (size_t i = 0; i + 2 < sizeof longest; i += 3) memcpy(longest + i, "\xE2\x82\xAC", 4);
+  memset(quotes, '"', sizeof quotes - 1);
+  quotes[sizeof quotes - 1] = '\0';
+  const char *const names[] = {"", "m", longest, longest + 3, quotes, quotes + 1, "a\\\"b\nc", "\xFF\xFE", "cut \xE2\x82"};
+  struct metrics *metrics;
+  assert_int_equal(metrics_create(&metrics), SITS_OK);
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    char shifted[640];
+    for (int shift = 0; shift < 4; shift++) {
+      struct metrics_now now = {0};
+      struct buf out;
+      snprintf(shifted, sizeof shifted, "%.*s%s", shift, "xxx", names[i]);
+      metrics_set_model(metrics, shifted);
+      buf_init(&out, 1 << 20);
+      metrics_render(metrics, &now, &out);
+      assert_false(out.failed);
+      assert_true(utf8_is_valid(out.data, out.size));
+      const char *at = strstr(out.data, "num_requests_running{model_name=\"");
+      assert_non_null(at);
+      for (at += 33; *at != '"'; at++) {
+        assert_true(*at && *at != '\n');
+        if (*at == '\\') at++;
+      }
+      assert_memory_equal(at, "\"} 0\n", 5);
+      buf_fini(&out);
+    }
+  }
+  metrics_destroy(metrics);
+}
+
 int main(void)
 {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_tenants_are_bounded), cmocka_unit_test(test_outcomes_and_names)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_tenants_are_bounded), cmocka_unit_test(test_outcomes_and_names),
+                                     cmocka_unit_test(test_any_model_name_makes_a_label)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
