@@ -120,6 +120,7 @@ static enum outcome post_once(struct trace *trace, char why[CURL_ERROR_SIZE])
   CURLcode failed = curl_easy_perform(trace->curl);
   curl_easy_setopt(trace->curl, CURLOPT_ERRORBUFFER, NULL);
   if (failed) {
+    if (failed == CURLE_ABORTED_BY_CALLBACK) snprintf(why, CURL_ERROR_SIZE, "the daemon stops");
     if (!why[0]) snprintf(why, CURL_ERROR_SIZE, "%s", curl_easy_strerror(failed));
     return RETRY;
   }
