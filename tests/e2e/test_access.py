@@ -220,6 +220,8 @@ def test_the_most_tokens_of_an_answer(server):
 def test_models_and_classes(server):
     ids = [m["id"] for m in json.loads(server.get("/v1/models", bearer("narrow"))[2])["data"]]
     assert ids == ["other"] and len(json.loads(server.get("/v1/models", bearer("worker"))[2])["data"]) == 2
+    document = server.get("/openapi.json", bearer("narrow"))[2]  # describes what this key may ask for
+    assert b'"other"' in document and b'"tiny"' not in document and b'"tiny"' in server.get("/openapi.json", bearer("worker"))[2]
     assert server.get("/v1/models/other", bearer("narrow"))[0] == 200 and server.get("/v1/models/tiny", bearer("narrow"))[0] == 403
     for path, body in BODIES.items():
         for model, want in (("other", 200), ("tiny", 403), ("nobody", 404)):

@@ -170,6 +170,8 @@ def test_preflights_of_allowed_origins(cors, origin):
     status, headers, body = preflight(cors, origin)
     assert status == 204 and body == b"" and headers["access-control-allow-origin"] == origin and "Origin" in headers["vary"]
     assert headers["access-control-allow-methods"] == "POST" and "authorization" in headers["access-control-allow-headers"].lower()
+    allowed = [h.strip().lower() for h in headers["access-control-allow-headers"].split(",")]
+    assert "authorization" in allowed and "*" in allowed  # x-stainless-lang and the like; the asterisk never means Authorization
     status, headers, _ = preflight(cors, origin, "/v1/models")
     assert status == 204 and headers["access-control-allow-methods"] == "GET, HEAD"
     body = {"prompt": "a", "max_tokens": 1}

@@ -53,8 +53,9 @@ bool http_cors_preflight(struct http_request *request, const char *method)
   struct MHD_Response *response = MHD_create_response_from_buffer(0, NULL, MHD_RESPMEM_PERSISTENT);
   if (!response) return false;
   MHD_add_response_header(response, "Access-Control-Allow-Methods", http_routes[request->route].is_post ? "POST" : "GET, HEAD");
+  /* Client libraries add headers of their own (OpenAI's a dozen X-Stainless-*); the asterisk stands for all but Authorization. */
   MHD_add_response_header(response, "Access-Control-Allow-Headers",
-                          "Authorization, Content-Type, X-Request-Id, X-QoS-Level, traceparent, tracestate");
+                          "Authorization, Content-Type, X-Request-Id, X-QoS-Level, traceparent, tracestate, *");
   MHD_add_response_header(response, "Access-Control-Max-Age", "600");
   http_add_headers(request, response);
   pthread_mutex_lock(&request->mutex);

@@ -133,10 +133,23 @@ static void write_metrics(bool is_open, struct buf *out)
              is_open ? ",\"security\":[]" : "", errors);
 }
 
+/* The model under the names that the key may use; NULL when there is none, as while it loads. */
+static const struct api_model *visible_model(const struct http_request *request, struct api_model *copy)
+{
+  const struct api_model *model = api_model(request->server->api);
+  if (!model) return NULL;
+  *copy = *model;
+  copy->n_names = 0;
+  for (int32_t n = 0; n < model->n_names; n++)
+    if (access_allows_model(request->grant, model->names[n])) copy->names[copy->n_names++] = model->names[n];
+  return copy->n_names ? copy : NULL;
+}
+
 void http_answer_openapi(struct http_request *request)
 {
   const struct http_server *server = request->server;
-  const struct api_model *model = api_model(server->api);
+  struct api_model copy;
+  const struct api_model *model = visible_model(request, &copy);
   struct buf body;
   buf_init(&body, MAX_DOCUMENT_BYTES);
   buf_append_text(&body, info);
