@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "base/hash.h"
 #include "base/json.h"
 #include "base/mem.h"
 #include "tensor/gguf.h"
@@ -322,4 +323,16 @@ uint64_t source_file_bytes(const struct source *s)
   uint64_t n = s->gguf ? gguf_file_bytes(s->gguf) : 0;
   for (size_t i = 0; i < s->n_shards; i++) n += safetensors_file_bytes(s->shards[i]);
   return n;
+}
+
+uint64_t source_fingerprint(const struct source *s)
+{
+  enum { SAMPLE = 4096 };
+  uint64_t hash = source_file_bytes(s);
+  for (int64_t i = 0; i < source_n_tensors(s); i++) {
+    const struct sits_utd *t = source_tensor_at(s, i);
+    hash = hash_mix(hash_bytes(hash, t->name, strlen(t->name)), (uint64_t)t->dtype);
+    hash = hash_bytes(hash, t->data, t->n_bytes < SAMPLE ? t->n_bytes : SAMPLE);
+  }
+  return hash;
 }

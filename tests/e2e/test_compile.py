@@ -2,6 +2,7 @@
 input gives equal bytes; damage and wrong requests are refused by name; servers and tools take an engine file as any model."""
 import hashlib
 import json
+import shutil
 import re
 import subprocess
 import sys
@@ -321,6 +322,27 @@ def test_a_cut_run_goes_on(n_kept, tmp_path):
     # another recipe does not take the matrices of this one
     run("compile", STORIES / "hf", "-o", tmp_path / "none" / "s.bin", "--quiet", "--work", work, *args)
     assert "earlier" not in compile_model(STORIES / "hf", tmp_path / "s.bin", "--work", work, "--recipe", "w8a8")
+
+
+@needs_stories
+@pytest.mark.parametrize("changed", ["nothing", "weights", "text"])
+def test_a_cut_run_is_not_taken_up_with_other_contents(changed, tmp_path):
+    """Files of the same name and length, with other weights or another text in them."""
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(STORIES / "hf", model)
+    text.write_bytes(TEXT.read_bytes()[:60000])
+    args = ("--recipe", "w4a4", "--calibration", text, "--calibration-ctx", 256, "--work", tmp_path / "work")
+    run("compile", model, "-o", tmp_path / "none" / "s.bin", "--quiet", *args)
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    if changed == "weights":
+        at = 8 + int.from_bytes(data[:8], "little")  # where tensors begin: signs turn round
+        data[at:] = (np.frombuffer(bytes(data[at:]), dtype=np.float32) * np.float32(-0.5)).tobytes()
+        weights.write_bytes(data)
+    if changed == "text":
+        text.write_bytes(TEXT.read_bytes()[60000:120000])
+    made = compile_model(model, tmp_path / "s.bin", *args)
+    assert ("earlier run" in made) == (changed == "nothing")
 
 
 @needs_stories

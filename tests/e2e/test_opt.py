@@ -181,6 +181,18 @@ def test_a_cut_search_goes_on(tmp_path):
     assert (tmp_path / "o" / "model.bin").read_bytes() == (tmp_path / "whole" / "model.bin").read_bytes()
 
 
+def test_another_text_of_the_same_name_starts_anew(tmp_path):
+    """What was measured on one text is not taken for another."""
+    text, args = tmp_path / "text.txt", ("--ctx", 256, "--windows", 2, "--calibration-windows", 2, "--rotate", "none", "--recipe", "w8a8")
+    measured = []
+    for at, folder in ((0, "o"), (0, "o"), (50000, "o"), (50000, "fresh")):
+        text.write_bytes(TEXT.read_bytes()[at:at + 50000])
+        run("opt", STORIES, "-o", tmp_path / folder, "--calibration", text, *args)
+        measured.append(json.loads((tmp_path / folder / "search.json").read_text()))
+    assert measured[0] == measured[1] and measured[2] == measured[3]
+    assert measured[0]["key"] != measured[2]["key"] and measured[0]["perplexity"] != measured[2]["perplexity"]
+
+
 @pytest.mark.parametrize("args,code,text", [
     (("--rotate", "some", *OPT), 2, "rotate"),
     (("--down-rotation", 96, *OPT), 2, "power of two"),

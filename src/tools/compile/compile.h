@@ -48,6 +48,9 @@ struct compile_journal {
   json_t *done;                      /* {tensor: row} of that run */
   struct mapfile map;
 };
+/* What a model and a calibration text (NULL: none) hold, whatever their files are called: part of the keys under which work goes on. */
+enum sits_status compile_fingerprint(const struct source *source, const char *text_path, uint64_t *out, struct sits_error *err)
+    SITS_MUST_CHECK;
 /* folder: where a cut run can be taken up; NULL: a temporary file. key: hex. */
 enum sits_status compile_journal_open(struct compile_journal *journal, const char *folder, const char *key, struct sits_error *err)
     SITS_MUST_CHECK;

@@ -1,7 +1,8 @@
 /* Where finished matrices wait until the file is written: spool.bin, one after the other, and journal.jsonl, one line a matrix. So memory
  * holds one matrix at a time, and a run that was cut goes on where it stopped when it is given the same folder (--work). The first line is
  * a key of everything that decides the result; with another key the folder starts anew. Without a folder the spool is a temporary file.
- * Entry points: compile_journal_open, compile_journal_put, compile_journal_take, compile_journal_map, compile_journal_close. */
+ * Entry points: compile_fingerprint, compile_journal_open, compile_journal_put, compile_journal_take, compile_journal_map,
+ * compile_journal_close. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -10,6 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/hash.h"
 #include "base/json.h"
 #include "base/mem.h"
 #include "tools/compile/compile.h"
@@ -19,6 +21,16 @@
 static enum sits_status io_error(const char *path, struct sits_error *err)
 {
   return sits_fail(err, SITS_IO, "%.150s: %s", path, strerror(errno));
+}
+
+enum sits_status compile_fingerprint(const struct source *source, const char *text_path, uint64_t *out, struct sits_error *err)
+{
+  struct mapfile text = {0};
+  const enum sits_status status = text_path ? mapfile_open(&text, text_path, err) : SITS_OK;
+  if (status) return status;
+  *out = hash_bulk(source_fingerprint(source), text.data, text.n_bytes);
+  mapfile_close(&text);
+  return SITS_OK;
 }
 
 /* Rows of an earlier run with this key; a torn last line ends them. */

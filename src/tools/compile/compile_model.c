@@ -455,10 +455,13 @@ static enum sits_status open_journal(struct compilation *c, struct sits_error *e
   const struct compile_options *o = c->options;
   struct buf text;
   char key[24];
+  uint64_t inputs;
+  const enum sits_status status = compile_fingerprint(c->model->source, o->calibration, &inputs, err);
+  if (status) return status;
   buf_init(&text, 1 << 20);
   const bool ok = option_write_yaml(&c->recipe.set, false, &text) &&
-                  buf_printf(&text, "%s %llu %s %lld %lld", o->model, (unsigned long long)source_file_bytes(c->model->source),
-                             o->calibration ? o->calibration : "", (long long)o->calibration_windows, (long long)o->calibration_ctx);
+                  buf_printf(&text, "%s %016llx %lld %lld", o->model, (unsigned long long)inputs, (long long)o->calibration_windows,
+                             (long long)o->calibration_ctx);
   snprintf(key, sizeof key, "%016llx", (unsigned long long)hash_bytes(1, text.data, text.size));
   buf_fini(&text);
   return ok ? compile_journal_open(&c->journal, o->work, key, err) : sits_fail(err, SITS_NOMEM, "out of memory");

@@ -142,12 +142,14 @@ static enum sits_status open_state(struct opt_run *run, struct sits_error *err)
   enum sits_status status = model_open(o->model, &model, err);
   if (status) return status;
   run->n_layers = model->config.n_layers;
-  if (o->ctx > model->config.max_context || o->sensitivity_ctx > model->config.max_context)
+  uint64_t inputs = 0;
+  status = compile_fingerprint(model->source, o->calibration, &inputs, err);
+  if (!status && (o->ctx > model->config.max_context || o->sensitivity_ctx > model->config.max_context))
     status = sits_fail_param(err, SITS_CONFIG, "ctx", "ctx %" PRId64 " is more than the model's context", o->ctx);
   buf_init(&text, 1 << 20);
-  buf_printf(&text, "%s %" PRIu64 " %s %" PRId64 " %" PRId64 " %" PRId64 " %" PRId64 " %s %" PRId64 " %" PRId64 " %s ", o->model,
-             source_file_bytes(model->source), o->calibration, o->calibration_windows, o->windows, o->ctx, o->sensitivity_ctx, o->rotate,
-             o->rotation_seeds, o->down_rotation, o->kv_cache_compress);
+  buf_printf(&text, "%s %" PRIx64 " %" PRId64 " %" PRId64 " %" PRId64 " %" PRId64 " %s %" PRId64 " %" PRId64 " %s ", o->model, inputs,
+             o->calibration_windows, o->windows, o->ctx, o->sensitivity_ctx, o->rotate, o->rotation_seeds, o->down_rotation,
+             o->kv_cache_compress);
   model_close(model);
   if (!status) status = quant_recipe_load(o->recipe ? o->recipe : "w4a4", &recipe, err);
   if (status) {
