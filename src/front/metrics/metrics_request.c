@@ -11,6 +11,7 @@ enum { MAX_BOUNDS = 20, TENANT_BYTES = 96 };
 
 enum outcome { OUTCOME_OK, OUTCOME_CLIENT_ERROR, OUTCOME_REFUSED, OUTCOME_SERVER_ERROR, OUTCOME_LEFT, OUTCOME_COUNT };
 static const char *const outcome_names[OUTCOME_COUNT] = {"ok", "client_error", "refused", "server_error", "client_left"};
+static const char other_tenants[] = "other";
 static const char *const class_names[SITS_CLASS_COUNT] = {"high", "normal", "low"};
 
 struct row { uint64_t requests[OUTCOME_COUNT], prompt_tokens, cached_tokens, output_tokens; };
@@ -66,6 +67,7 @@ static enum outcome outcome_of(const struct api_record *record)
 static struct row *tenant_row(struct state *state, const char *tenant)
 {
   const char *name = tenant[0] ? tenant : "none";
+  if (!strcmp(name, other_tenants)) return &state->tenants[METRICS_MAX_TENANTS]; /* two rows of one name would spoil the page */
   for (int i = 0; i < state->n_tenants; i++)
     if (!strncmp(state->names[i], name, TENANT_BYTES - 1)) return &state->tenants[i];
   if (state->n_tenants == METRICS_MAX_TENANTS) return &state->tenants[METRICS_MAX_TENANTS];
@@ -204,7 +206,12 @@ void metrics_requests_render(struct metrics_requests *requests, const char *labe
   pthread_mutex_unlock(&requests->mutex);
   struct table tenants = {.key = "tenant", .rows = state.tenants, .n_rows = state.n_tenants};
   for (int i = 0; i < state.n_tenants; i++) tenants.names[i] = state.names[i];
-  if (state.n_tenants == METRICS_MAX_TENANTS) tenants.names[tenants.n_rows++] = "other";
+  bool has_others = state.n_tenants == METRICS_MAX_TENANTS;
+  for (int o = 0; o < OUTCOME_COUNT; o++) has_others |= state.tenants[METRICS_MAX_TENANTS].requests[o] > 0;
+  if (has_others) {
+    state.tenants[state.n_tenants] = state.tenants[METRICS_MAX_TENANTS];
+    tenants.names[tenants.n_rows++] = other_tenants;
+  }
   struct table classes = {.key = "class", .rows = state.classes, .n_rows = SITS_CLASS_COUNT};
   for (int i = 0; i < SITS_CLASS_COUNT; i++) classes.names[i] = class_names[i];
   render_table(&classes, label, out);

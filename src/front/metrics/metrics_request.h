@@ -1,7 +1,8 @@
 /* Counters and histograms that are fed by whole requests (front/api/api_record.h): by tenant, by service class, by stage.
  *
- * Tenants are bounded: the first METRICS_MAX_TENANTS that are seen have rows of their own, all others share the row "other", so that a
- * scrape stays small whatever clients call themselves. Requests without a tenant (no keys in use, refused keys) count under "none".
+ * Tenants are bounded: the first METRICS_MAX_TENANTS that are seen have rows of their own, all others share the row "other" (a tenant
+ * of that name too), so that a scrape stays small whatever clients call themselves. Requests without a tenant (no keys in use, refused
+ * keys) count under "none".
  *
  * Thread-safe. One short mutex per request, never held while rendering text. */
 #ifndef SITS_FRONT_METRICS_METRICS_REQUEST_H

@@ -83,6 +83,26 @@ static void test_outcomes_and_names(void **state)
   metrics_requests_destroy(requests);
 }
 
+/* A tenant may be called as the row of all others is: still one series of each name, before and after the table is full. */
+static void test_a_tenant_called_other(void **state)
+{
+  struct metrics_requests *requests = metrics_requests_create();
+  static const char row[] = "tenant_requests_total{model_name=\"m\",tenant=\"other\",outcome=\"ok\"} ";
+  char name[32];
+  take(requests, "other", SITS_OK);
+  for (int i = 0; i < METRICS_MAX_TENANTS + 10; i++) {
+    char *text = render(requests);
+    const char *at = strstr(text, row);
+    assert_non_null(at);
+    assert_null(strstr(at + 1, row));
+    assert_int_equal(strtol(at + sizeof row - 1, NULL, 10), i > METRICS_MAX_TENANTS ? 1 + i - METRICS_MAX_TENANTS : 1);
+    free(text);
+    snprintf(name, sizeof name, "t%d", i);
+    take(requests, name, SITS_OK);
+  }
+  metrics_requests_destroy(requests);
+}
+
 /* A page with a byte that is no UTF-8, or with a label that does not end, is refused whole by scrapers. */
 static void test_any_model_name_makes_a_label(void **state)
 {
@@ -120,6 +140,6 @@ static void test_any_model_name_makes_a_label(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_tenants_are_bounded), cmocka_unit_test(test_outcomes_and_names),
-                                     cmocka_unit_test(test_any_model_name_makes_a_label)};
+                                     cmocka_unit_test(test_any_model_name_makes_a_label), cmocka_unit_test(test_a_tenant_called_other)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
