@@ -45,6 +45,8 @@ struct graph_node *graph_new_node(struct graph *graph, enum program_op_kind kind
 
 int32_t graph_producer(const struct graph *graph, graph_value value);  /* live node; -1: none */
 int32_t graph_n_uses(const struct graph *graph, graph_value value);    /* by live nodes, and as the output */
+/* The node of this kind that makes `value` for one reader only; -1 otherwise. */
+int32_t graph_sole_producer(const struct graph *graph, graph_value value, enum program_op_kind kind);
 
 /* ---- graph_weigh.c ---- */
 

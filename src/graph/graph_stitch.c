@@ -40,8 +40,7 @@ int32_t graph_n_uses(const struct graph *g, graph_value value)
   return n;
 }
 
-/* The node of this kind, still plain, that makes `value` for one reader only; -1 otherwise. */
-static int32_t sole_producer(const struct graph *g, graph_value value, enum program_op_kind kind)
+int32_t graph_sole_producer(const struct graph *g, graph_value value, enum program_op_kind kind)
 {
   const int32_t i = graph_producer(g, value);
   return i >= 0 && g->nodes[i].kind == kind && graph_n_uses(g, value) == 1 ? i : -1;
@@ -164,10 +163,10 @@ static void group_linears(struct graph *g)
 /* value <- ROPE <- (HEAD_NORM <-) base: mark both dead when `absorb`, and return base; -1 when the chain is another one. */
 static graph_value rope_chain(struct graph *g, graph_value value, bool absorb, const struct sits_utd **gain)
 {
-  const int32_t rope = sole_producer(g, value, PROGRAM_ROPE);
+  const int32_t rope = graph_sole_producer(g, value, PROGRAM_ROPE);
   if (rope < 0 || g->nodes[rope].fused != 0) return -1;
   graph_value base = g->nodes[rope].in[0];
-  const int32_t norm = sole_producer(g, base, PROGRAM_HEAD_NORM);
+  const int32_t norm = graph_sole_producer(g, base, PROGRAM_HEAD_NORM);
   *gain = norm >= 0 ? g->nodes[norm].gain : NULL;
   if (norm >= 0) base = g->nodes[norm].in[0];
   if (absorb) {
@@ -183,7 +182,7 @@ static void fuse_rope(struct graph *g)
   for (int32_t i = 0; i < g->n_nodes; i++) {
     struct graph_node *attention = &g->nodes[i];
     if (!is_plain(attention, PROGRAM_ATTENTION)) continue;
-    const int32_t append = sole_producer(g, attention->in[1], PROGRAM_KV_APPEND);
+    const int32_t append = graph_sole_producer(g, attention->in[1], PROGRAM_KV_APPEND);
     if (append < 0) continue;
     const graph_value q = attention->in[0], k = g->nodes[append].in[0], v = g->nodes[append].in[1];
     const struct sits_utd *q_gain, *k_gain;
@@ -206,7 +205,7 @@ static void fuse_qkv(struct graph *g)
   for (int32_t i = 0; i < g->n_nodes; i++) {
     struct graph_node *rope = &g->nodes[i];
     if (rope->is_dead || rope->kind != PROGRAM_ROPE || !(rope->fused & PROGRAM_FUSE_ROPE)) continue;
-    const int32_t from = sole_producer(g, rope->in[0], PROGRAM_LINEAR);
+    const int32_t from = graph_sole_producer(g, rope->in[0], PROGRAM_LINEAR);
     if (from < 0 || g->nodes[from].n_parts != 3) continue;
     struct graph_node *linear = &g->nodes[from];
     bool fits = true;
@@ -228,7 +227,7 @@ static void fuse_swiglu(struct graph *g)
   for (int32_t i = 0; i < g->n_nodes; i++) {
     struct graph_node *swiglu = &g->nodes[i];
     if (!is_plain(swiglu, PROGRAM_SWIGLU)) continue;
-    const int32_t from = sole_producer(g, swiglu->in[0], PROGRAM_LINEAR);
+    const int32_t from = graph_sole_producer(g, swiglu->in[0], PROGRAM_LINEAR);
     if (from < 0 || g->nodes[from].n_parts != 2) continue;
     struct graph_node *linear = &g->nodes[from];
     if (linear->out[0] != swiglu->in[0] || linear->out[1] != swiglu->in[1] || graph_n_uses(g, swiglu->in[1]) != 1 ||
@@ -247,7 +246,7 @@ static void fuse_reduce(struct graph *g)
   for (int32_t i = 0; i < g->n_nodes; i++) {
     struct graph_node *reduce = &g->nodes[i];
     if (!is_plain(reduce, PROGRAM_ALL_REDUCE)) continue;
-    const int32_t from = sole_producer(g, reduce->in[0], PROGRAM_LINEAR);
+    const int32_t from = graph_sole_producer(g, reduce->in[0], PROGRAM_LINEAR);
     if (from < 0 || g->nodes[from].n_parts != 1 || g->nodes[from].fused != 0 ||
         !graph_take(g, PROGRAM_FUSE_REDUCE, reduce, graph_saved(g, reduce->in[0], 2))) continue;
     struct graph_node fused = g->nodes[from];
@@ -264,7 +263,7 @@ static void fuse_add(struct graph *g)
     struct graph_node *add = &g->nodes[i];
     if (!is_plain(add, PROGRAM_ADD)) continue;
     for (int side = 1; side >= 0; side--) {
-      const int32_t from = sole_producer(g, add->in[side], PROGRAM_LINEAR);
+      const int32_t from = graph_sole_producer(g, add->in[side], PROGRAM_LINEAR);
       if (from < 0 || g->nodes[from].n_parts != 1 || (g->nodes[from].fused & ~(uint32_t)PROGRAM_FUSE_REDUCE) ||
           !graph_take(g, PROGRAM_FUSE_ADD, add, graph_saved(g, add->out[0], 2))) continue;
       struct graph_node fused = g->nodes[from];
@@ -283,7 +282,7 @@ static void fuse_norm(struct graph *g)
   for (int32_t i = 0; i < g->n_nodes; i++) {
     struct graph_node *linear = &g->nodes[i];
     if (linear->is_dead || linear->kind != PROGRAM_LINEAR || (linear->fused & PROGRAM_FUSE_NORM)) continue;
-    const int32_t from = sole_producer(g, linear->in[0], PROGRAM_RMSNORM);
+    const int32_t from = graph_sole_producer(g, linear->in[0], PROGRAM_RMSNORM);
     if (from < 0 || !graph_is_f32(g, PROGRAM_FUSE_NORM) ||
         !graph_take(g, PROGRAM_FUSE_NORM, &g->nodes[from], graph_saved(g, linear->in[0], 2) - graph_repeated(g, linear->in[0]))) continue;
     linear->fused |= PROGRAM_FUSE_NORM;

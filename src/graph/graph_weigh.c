@@ -40,12 +40,6 @@ bool graph_take(struct graph *g, uint32_t fusion, const struct graph_node *node,
   return true;
 }
 
-static int32_t sole_of_kind(const struct graph *g, graph_value value, enum program_op_kind kind)
-{
-  const int32_t i = graph_producer(g, value);
-  return i >= 0 && g->nodes[i].kind == kind && graph_n_uses(g, value) == 1 ? i : -1;
-}
-
 /* All readers are LINEARs of one rounding, which grouping makes one op. */
 static bool has_one_reader(const struct graph *g, const struct graph_node *norm, bool can_group)
 {
@@ -66,9 +60,9 @@ static bool has_one_reader(const struct graph *g, const struct graph_node *norm,
 /* Can the ADD that reads this value go into the LINEAR that makes it (or its share of it, with REDUCE)? */
 static bool is_of_linear(const struct graph *g, graph_value value, uint32_t fusions)
 {
-  if (sole_of_kind(g, value, PROGRAM_LINEAR) >= 0) return true;
-  const int32_t reduce = (fusions & PROGRAM_FUSE_REDUCE) ? sole_of_kind(g, value, PROGRAM_ALL_REDUCE) : -1;
-  return reduce >= 0 && sole_of_kind(g, g->nodes[reduce].in[0], PROGRAM_LINEAR) >= 0;
+  if (graph_sole_producer(g, value, PROGRAM_LINEAR) >= 0) return true;
+  const int32_t reduce = (fusions & PROGRAM_FUSE_REDUCE) ? graph_sole_producer(g, value, PROGRAM_ALL_REDUCE) : -1;
+  return reduce >= 0 && graph_sole_producer(g, g->nodes[reduce].in[0], PROGRAM_LINEAR) >= 0;
 }
 
 struct junction { bool can_add, can_norm, can_both; double op, pass, norm, repeats; };
