@@ -106,8 +106,8 @@ static void test_a_tenant_called_other(void **state)
 /* A page with a byte that is no UTF-8, or with a label that does not end, is refused whole by scrapers. */
 static void test_any_model_name_makes_a_label(void **state)
 {
-  char longest[600], quotes[400];
-  for (size_t i = 0; i + 2 < sizeof longest; i += 3) memcpy(longest + i, "\xE2\x82\xAC", 4);
+  char longest[601], quotes[400];
+  for (size_t i = 0; i + 3 < sizeof longest; i += 3) memcpy(longest + i, "\xE2\x82\xAC", 4);
   memset(quotes, '"', sizeof quotes - 1);
   quotes[sizeof quotes - 1] = '\0';
   const char *const names[] = {"", "m", longest, longest + 3, quotes, quotes + 1, "a\\\"b\nc", "\xFF\xFE", "cut \xE2\x82"};
