@@ -37,6 +37,20 @@ def start_both(tmp_path_factory, model, *options, **more):
     return server
 
 
+@pytest.fixture
+def begin(tmp_path_factory):
+    """As `launch` of conftest, with both front ends. A test file imports it to use it."""
+    servers = []
+
+    def make(model, *options, **more):
+        servers.append(start_both(tmp_path_factory, model, *options, **more))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
 def channel(server, **options):
     """A connection of its own, so that tests do not share state."""
     options = {"grpc.use_local_subchannel_pool": 1, "grpc.max_receive_message_length": -1, **options}

@@ -11,7 +11,7 @@ import time
 import pytest
 from conftest import BIN, ROOT, SLOW, SMOL, TINY, make_certificate
 from google.protobuf import descriptor_pb2
-from grpc_client import channel, free_port, grpc, joined_stream, pb, start_both, stubs
+from grpc_client import begin, channel, free_port, grpc, joined_stream, pb, start_both, stubs
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -62,18 +62,6 @@ def slow(tmp_path_factory):
 def stub(server):
     with channel(server) as ch:
         yield stubs.InferenceStub(ch)
-
-
-@pytest.fixture
-def begin(tmp_path_factory):
-    servers = []
-
-    def make(model, *options, **more):
-        servers.append(start_both(tmp_path_factory, model, *options, **more))
-        return servers[-1]
-    yield make
-    for server in servers:
-        server.stop()
 
 
 # ---- health and reflection ----

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from conftest import SLOW, TINY, events, make_certificate, read_response
-from grpc_client import channel, grpc, pb, start_both, stubs
+from grpc_client import begin, channel, grpc, pb, start_both, stubs
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -21,18 +21,6 @@ def wait_for(condition, seconds=20):
     while not condition():
         assert time.time() < end
         time.sleep(0.01)
-
-
-@pytest.fixture
-def begin(tmp_path_factory):
-    servers = []
-
-    def make(model, *options, **more):
-        servers.append(start_both(tmp_path_factory, model, *options, **more))
-        return servers[-1]
-    yield make
-    for server in servers:
-        server.stop()
 
 
 # ---- TLS ----
