@@ -87,6 +87,7 @@ enum sits_status alps_create(const struct alps_options *options, struct alps **o
   init_tables(alps);
   alps_cost_init(&alps->cost, &options->prior);
   alps->margin = 0.96;
+  alps->slice_id = -1;
   alps->sequence_cap = options->max_seqs;
   alps->next_order = 1;
   *out = alps;
@@ -148,6 +149,7 @@ void alps_start_running(struct alps *alps, int32_t id)
 static void stop_running(struct alps *alps, int32_t id)
 {
   struct alps_entry *e = &alps->entries[id];
+  if (alps->slice_id == id) alps->slice_id = -1;
   int32_t last = alps->running[--alps->n_running];
   alps->running[e->run_at] = last;
   alps->entries[last].run_at = e->run_at;
@@ -223,6 +225,7 @@ void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_compu
 {
   struct alps_entry *e = &alps->entries[id];
   assert(e->state == ALPS_RUNNING && n_computed <= n_known);
+  if (alps->slice_id == id && n_computed > e->n_computed) alps->slice_id = -1;
   if (n_computed > e->n_charged) {
     alps_tenant_charge(alps, e->tenant, n_computed - e->n_charged);
     e->n_charged = n_computed;
@@ -232,6 +235,11 @@ void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_compu
   e->n_pages = n_pages;
   e->copy_pages = copy_pages;
   e->n_draft = 0;
+}
+
+void alps_drop_slice(struct alps *alps)
+{
+  alps->slice_id = -1;
 }
 
 void alps_hold(struct alps *alps, int32_t id, bool is_held)
@@ -261,7 +269,7 @@ void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, float accept)
 static void control(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
   int64_t target = alps->options.itl_target_us;
-  bool has_prompt = plan->work.n_prompt_tokens > 0, is_over = alps_window_over(&alps->window) > 0.01;
+  bool has_prompt = plan->work.n_prompt_tokens > 0 || plan->sliced_us > 0, is_over = alps_window_over(&alps->window) > 0.01;
   if (has_prompt && step_us > target) alps->margin = fmax(MARGIN_LEAST, alps->margin - MARGIN_STEP);
   else if (has_prompt && !is_over) alps->margin = fmin(MARGIN_MOST, alps->margin + MARGIN_STEP / 200);
   if (++alps->reports_since_control < CONTROL_EVERY) return;
@@ -272,11 +280,16 @@ static void control(struct alps *alps, const struct alps_plan *plan, int64_t ste
 
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
-  alps_cost_observe(&alps->cost, &plan->work, (double)step_us);
-  if (plan->work.n_prompt_tokens > 0) alps_note_reading(alps, plan->work.n_prompt_tokens, (double)step_us);
+  double items_us = (double)(step_us - plan->sliced_us);
+  int32_t n_read = plan->work.n_prompt_tokens + (plan->slice_ended ? plan->slice.n_tokens : 0);
+  alps_cost_observe(&alps->cost, &plan->work, items_us);
+  if (n_read > 0 || plan->sliced_us > 0) alps_note_reading(alps, n_read, (double)step_us);
+  if (plan->sliced_us > 0) {
+    alps->classes[plan->slice_class].pass += (double)plan->sliced_us / alps->options.class_weight[plan->slice_class];
+  }
   alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
-    alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * ((double)step_us - alps->decode_us);
+    alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * (items_us - alps->decode_us);
   }
   if (alps->options.itl_target_us > 0 && plan->n_decode > 0) control(alps, plan, step_us);
 }
@@ -334,6 +347,10 @@ void alps_check(const struct alps *alps)
     }
   }
   require(n_parked == alps->n_parked, "parked entries are counted", n_parked);
+  require(alps->slice_id < 0 || (alps->entries[alps->slice_id].state == ALPS_RUNNING &&
+                                 alps->slice_n <= alps->entries[alps->slice_id].request.n_known -
+                                                      alps->entries[alps->slice_id].n_computed),
+          "the chunk in slices belongs to a running prompt", alps->slice_id);
   int32_t n_all = 0;
   for (int c = 0; c < ALPS_CLASSES; c++) {
     require(n_waiting[c] == alps->classes[c].n_waiting && tokens[c] == alps->classes[c].waiting_tokens, "waiting counts agree", c);

@@ -14,6 +14,7 @@
  *   2. Every running sequence that is not held decodes in every step, unless a higher class is short of time (time-slice pre-emption).
  *   3. A step with decoding sequences takes no more prompt tokens than the budget leaves, but always at least a few, so that prefill
  *      cannot starve; nor can a class or tenant.
+ *      Where the time has room for a few tokens only, a longer chunk may be read in slices instead, if the caller can stop and go on.
  *   4. A pre-empted entry goes back to the front of its tenant's queue.
  *   5. Same calls, same clock values: same plans.
  * Threads: none; one thread calls. Nothing allocates after alps_create.
@@ -49,6 +50,7 @@ struct alps_options {
   int32_t max_batch_tokens;    /* T of a step */
   int32_t max_rows;            /* R of a step */
   int32_t chunk_tokens;        /* ALPS_CHUNKED: T of a step; 0 = 2048 */
+  int32_t slice_tokens;        /* longest chunk that is read in slices; 0 = the caller cannot */
   int32_t page_tokens;         /* P */
   int32_t n_pages;             /* N */
   int32_t page_budget;         /* most pages that a sequence keeps (kv/kv_sparse.h), 0 = no limit */
@@ -94,6 +96,15 @@ struct alps_plan {
   int32_t n_reserved_pages;    /* that the items need */
   int64_t budget_us, predicted_us;
   struct alps_cost_work work;  /* what the prediction was made from */
+  /* A chunk that is read in slices, beside the items: this step's slice ends slice_us after the end of the step before, so that the items
+   * still come in time. The same chunk is planned, or left out, until alps_update says that it is computed. */
+  struct alps_item slice;      /* id -1: none */
+  bool slice_begins;           /* it is a new one; what another had begun would be given up */
+  int32_t slice_class;
+  int64_t slice_us;
+  /* Set by the caller before alps_report. */
+  int64_t sliced_us;           /* that the slice took */
+  bool slice_ended;            /* the chunk is computed */
 };
 
 struct alps_counts {
@@ -121,6 +132,8 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
                            struct alps_plan *plan) SITS_MUST_CHECK;
 /* After the step: the entry's counts. copy_pages: pages its next write needs beyond new ones (1 when its last page is shared). */
 void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);
+/* The chunk in slices is given up: it could not begin. Pre-empting or removing its entry says so by itself. */
+void alps_drop_slice(struct alps *alps);
 /* A held entry is left out (its consumer is slow). Running, it keeps its pages until others need them; waiting, it is in no queue. */
 void alps_hold(struct alps *alps, int32_t id, bool is_held);
 /* The entry has n_draft guessed tokens that its next step could verify, each right with probability accept (0..1). The plan takes as

@@ -70,6 +70,8 @@ struct alps {
   int32_t n_unborn;             /* sequences that running entries will fork into */
   int32_t *prefill;             /* [max_seqs] scratch: running entries in prefill, in order of service */
   int32_t n_prefill;
+  int32_t slice_id;             /* entry whose chunk is being read in slices, -1 none */
+  int32_t slice_n;              /* its tokens */
   struct alps_item *items;
   int32_t *victims;
   uint64_t next_order;

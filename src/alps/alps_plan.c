@@ -19,6 +19,7 @@ static const double DECODE_EASY = 0.7;     /* below it admission does not ask th
 static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */
 
 enum { FIRST_TOKENS = 256 }; /* of the very first step, of whose time nothing is known */
+enum { MIXED_TOKENS = 64 }; /* a chunk of at least so many computes about as well beside the decodes as any */
 
 struct planner {
   struct alps *alps;
@@ -97,7 +98,10 @@ static void expect(struct planner *p, const struct alps_entry *e)
 static bool reads_before(const struct alps *alps, int32_t a, int32_t b)
 {
   const struct alps_entry *x = &alps->entries[a], *y = &alps->entries[b];
-  if (x->request.service_class == y->request.service_class && x->is_late != y->is_late) return y->is_late;
+  if (x->request.service_class == y->request.service_class) {
+    if (a == alps->slice_id || b == alps->slice_id) return a == alps->slice_id; /* what has begun in slices ends first */
+    if (x->is_late != y->is_late) return y->is_late;
+  }
   return serves_before(alps, a, b);
 }
 
@@ -324,8 +328,8 @@ static int32_t chunk_by_time(const struct planner *p, int32_t service_class, int
   return n == 0 && is_first ? 1 : n; /* never nothing: prefill must not starve, and what is never tried is never measured again */
 }
 
-/* The largest chunk of this entry that every limit allows. */
-static int32_t chunk_for(const struct planner *p, const struct alps_entry *e)
+/* The most tokens of this entry that fit, time apart. */
+static int32_t room_for(const struct planner *p, const struct alps_entry *e)
 {
   const struct alps *alps = p->alps;
   int32_t left = e->request.n_known - e->n_computed, n = left;
@@ -337,9 +341,49 @@ static int32_t chunk_for(const struct planner *p, const struct alps_entry *e)
     if (n > limit) n = (int32_t)limit;
   }
   if (e->request.wants_rows && n > p->rows_left) n = p->rows_left;
+  return n;
+}
+
+/* The largest chunk of this entry that every limit allows. */
+static int32_t chunk_for(const struct planner *p, const struct alps_entry *e)
+{
+  int32_t left = e->request.n_known - e->n_computed, n = room_for(p, e);
   if (n == left && p->rows_left == 0) n--;
   n = chunk_by_time(p, e->request.service_class, e->n_computed, n);
   return n < left ? round_chunk(n) : n;
+}
+
+/* Whether the entry's prompt is better read in slices than by the n tokens that there is time for now. */
+static bool wants_slices(const struct planner *p, int32_t id, int32_t n)
+{
+  const struct alps *alps = p->alps;
+  const struct alps_entry *e = &alps->entries[id];
+  if (id == alps->slice_id) return true;
+  if (alps->slice_id >= 0 || alps->options.slice_tokens == 0 || alps->options.policy != ALPS_BUDGET || e->request.wants_rows ||
+      alps->options.page_budget > 0 || !isfinite(p->budget_us))
+    return false;
+  return n < MIXED_TOKENS && n < room_for(p, e) && n < alps->options.slice_tokens;
+}
+
+/* The rest of the step's time goes to a chunk in slices. */
+static void plan_slice(struct planner *p, int32_t id)
+{
+  const struct alps *alps = p->alps;
+  const struct alps_entry *e = &alps->entries[id];
+  struct alps_plan *plan = p->plan;
+  int32_t n = alps->slice_n, left = e->request.n_known - e->n_computed;
+  double budget_us = e->request.service_class > p->busiest ? p->budget_lower_us : p->budget_us;
+  plan->slice_begins = id != alps->slice_id;
+  if (plan->slice_begins) {
+    n = room_for(p, e);
+    if (n > alps->options.slice_tokens) n = alps->options.slice_tokens;
+    int32_t need = page_need(alps, e, n);
+    p->n_available -= need;
+    plan->n_reserved_pages += need;
+  }
+  plan->slice = (struct alps_item){.id = id, .n_tokens = n, .is_last = n == left};
+  plan->slice_class = e->request.service_class;
+  plan->slice_us = (int64_t)fmax(budget_us - (plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0), p->floor_us);
 }
 
 static void plan_chunk(struct planner *p, int32_t id, int32_t n_tokens)
@@ -393,7 +437,11 @@ static void plan_prefill(struct planner *p, alps_admit_fn admit, void *user)
       done[c] = true;
       continue;
     }
-    int32_t n = chunk_for(p, &alps->entries[id]);
+    int32_t n = id == alps->slice_id ? 0 : chunk_for(p, &alps->entries[id]);
+    if (wants_slices(p, id, n)) {
+      plan_slice(p, id);
+      return;
+    }
     if (n > 0) plan_chunk(p, id, n);
     else if (p->prefill_at[c] >= p->prefill_end[c]) done[c] = true;
   }
@@ -474,7 +522,7 @@ static void restore_accounts(struct alps *alps, const struct accounts *accounts)
 enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user, struct alps_plan *plan)
 {
   alps->now_us = now_us;
-  *plan = (struct alps_plan){.items = alps->items, .victims = alps->victims};
+  *plan = (struct alps_plan){.items = alps->items, .victims = alps->victims, .slice.id = -1};
   struct planner p = {.alps = alps, .plan = plan, .n_available = n_available, .tokens_left = alps->options.max_batch_tokens,
                       .rows_left = alps->options.max_rows};
   struct accounts before;
@@ -492,7 +540,7 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
     set_budget(&p);
     if (has_pages) plan_prefill(&p, admit, user);
   }
-  bool is_stuck = has_pages && plan->n_items == 0 && alps->n_running > 1 && alps->n_prefill > 0;
+  bool is_stuck = has_pages && plan->n_items == 0 && plan->slice.id < 0 && alps->n_running > 1 && alps->n_prefill > 0;
   if ((p.wants_victim || !has_pages || is_stuck) && alps->n_again++ < 2 * alps->options.max_seqs) {
     int32_t victim = p.wants_victim ? choose_victim(alps, p.victim_above, -1) : choose_victim(alps, -1, best_running(alps));
     if (victim >= 0) {
@@ -502,6 +550,10 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
     }
   }
   alps->n_again = 0;
+  if (plan->slice.id >= 0) {
+    alps->slice_id = plan->slice.id;
+    alps->slice_n = plan->slice.n_tokens;
+  }
   plan->predicted_us = (int64_t)alps_cost_predict(&alps->cost, &plan->work);
   return SITS_OK;
 }

@@ -157,6 +157,17 @@ struct backend_vtable {
   enum sits_status (*submit)(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *batch);
   enum sits_status (*wait)(struct backend_program *program, struct backend_result *result);
 
+  /* Slices: a prompt's chunk that runs piece by piece between the program's own batches. A lane is a second workspace on the program's
+   * weights, for batches of one sequence, at most max_tokens tokens and one row; program_destroy ends it, before the program. All NULL in
+   * a backend that cannot. lane_open: SITS_UNSUPPORTED where the kv's codec does not allow it. lane_begin: checks as submit does; what the
+   * lane held is given up. The batch and its arrays stay as they are, and the pages it writes nobody else's, until it is done or given
+   * up. lane_run computes until the batch is done or go_on(user) says no; it is asked every few hundred microseconds, on the calling
+   * thread. Once *is_done, wait(lane) gives the result, valid until the next lane_begin. */
+  enum sits_status (*lane_open)(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
+                                struct backend_program **out, struct sits_error *err);
+  enum sits_status (*lane_begin)(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch);
+  enum sits_status (*lane_run)(struct backend_program *lane, bool (*go_on)(void *user), void *user, bool *is_done);
+
   void (*stats)(const struct backend_program *program, struct backend_stats *out); /* NULL in a backend without any */
 
   /* Between batches; NULL in a backend that cannot. */

@@ -71,7 +71,9 @@ static enum sits_status create_parts(struct sits_engine *e)
                               .max_seqs = o->max_num_seqs, .max_batch_tokens = o->max_num_batched_tokens, .max_rows = o->max_rows,
                               .page_tokens = KV_TOKENS, .n_pages = o->geometry.n_pages, .page_budget = o->page_budget,
                               .itl_target_us = o->itl_target_us, .ttft_target_us = o->ttft_target_us};
-  enum sits_status status = kv_create(&kv, &e->pages);
+  enum sits_status status = engine_slice_open(e);
+  alps.slice_tokens = e->slice.most_tokens;
+  if (status == SITS_OK) status = kv_create(&kv, &e->pages);
   if (status == SITS_OK) status = alps_create(&alps, &e->alps);
   if (status == SITS_OK) status = engine_sampler_init(&e->sampler, o->n_vocab);
   bool drafts = o->draft.program && o->spec_max_tokens > 0;
@@ -143,6 +145,7 @@ void engine_destroy(struct sits_engine *e)
     e->cancel_first = request->cancel_next;
     engine_request_unref(request);
   }
+  engine_slice_close(e);
   kv_destroy(e->pages);
   alps_destroy(e->alps);
   engine_sampler_fini(&e->sampler);

@@ -132,6 +132,7 @@ static void preempt(struct sits_engine *engine, int32_t id)
 {
   struct engine_choice *choice = engine->by_id[id];
   struct alps_cost_work work = {0};
+  engine_slice_drop(engine, id);
   alps_cost_add_chunk(&work, choice->n_computed, 0);
   double recompute_us = alps_cost_predict(alps_cost_model(engine->alps), &work);
   const int32_t *pages;
@@ -167,6 +168,7 @@ void engine_plan(struct sits_engine *engine)
 
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice)
 {
+  engine_slice_drop(engine, choice->id);
   if (choice->slot >= 0) kv_close(engine->pages, choice->slot);
   engine_drafter_drop(engine, choice);
   choice->slot = -1;
@@ -190,7 +192,7 @@ void engine_vacate(struct sits_engine *engine, struct engine_choice *choice)
 }
 
 /* Some steps of a large model on a small machine are longer than any limit on a silent loop: the backend says that it lives. */
-static void beat(void *user)
+void engine_beat(void *user)
 {
   atomic_store(&((struct sits_engine *)user)->heartbeat_us, clock_monotonic_us());
 }
@@ -301,7 +303,7 @@ void engine_build(struct sits_engine *engine)
 {
   engine->batch = (struct backend_batch){.tokens = engine->tokens, .positions = engine->positions, .seq_start = engine->seq_start,
                                          .kv_len = engine->kv_len, .block_table = engine->tables, .row_token = engine->row_token,
-                                         .progress = beat, .progress_user = engine};
+                                         .progress = engine_beat, .progress_user = engine};
   engine->n_moves = engine->n_mass_rows = 0;
   engine->seq_start[0] = 0;
   for (int32_t i = 0; i < engine->plan.n_items; i++) add_item(engine, i);

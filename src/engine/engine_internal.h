@@ -2,6 +2,7 @@
  *   engine.c          creation, thread, drain, stop, failure     engine_request.c  submit, ring, cancel, release, timing
  *   engine_step.c     the loop, as a table of contents           engine_batch.c    plan -> batch arrays, admission, pre-emption
  *   engine_output.c   rows -> tokens, events, ends               engine_stats.c    counters and histograms
+ *   engine_slice.c    prompts read in slices
  *   engine_draft.c    guesses by prompt lookup            engine_draft_model.c  guesses by a second model
  *   engine_pool.c     rows drawn in parallel
  *   engine_deadline.c heap of deadlines                          engine_sample.c   one row -> one token
@@ -110,6 +111,19 @@ struct engine_row {
   struct engine_logprobs logprobs;
 };
 
+/* The chunk that is read in slices; see engine_slice.c. */
+struct engine_slice {
+  struct backend_program *lane;   /* [init] NULL: the backend cannot */
+  int32_t most_tokens;            /* [init] */
+  int32_t id;                     /* [loop] the planner's name of its choice, -1 none */
+  struct backend_batch batch;     /* [loop] arrays below */
+  int32_t *tokens, *positions, *table; /* [most_tokens], [most_tokens], [stride] */
+  int32_t seq_start[2], kv_len, row_token;
+  int64_t until_us;               /* [loop] when this step's slice ends */
+  int64_t asked_us, gap_us;       /* [loop] when go_on was asked last; how long one more piece may take */
+  int32_t n_asked;                /* [loop] in this slice */
+};
+
 /* Waiting requests by tenant (several tenants may share an entry): nobody alone may fill the queue while others are about. */
 #define ENGINE_QUEUE_SHARES 256
 struct engine_queue_share {
@@ -153,6 +167,7 @@ struct sits_engine {
   _Atomic uint64_t *page_mass;    /* [loop] [most rows][stride] the same */
   int32_t n_mass_rows;            /* [loop] of this batch: a row for each sequence and page that its queries lie in */
   struct backend_sample *samples; /* [loop] [max_rows] where the device draws */
+  struct engine_slice slice;
   int64_t step_started_us, last_step_end_us, compute_us; /* [loop] */
   bool is_continuous;             /* [loop] the step before had work too */
   int32_t *parked;                /* [loop] [max_entries] ids pre-empted while they were held */
@@ -164,6 +179,7 @@ struct sits_engine {
   pthread_cond_t idle_cond;       /* the last request ended */
   struct sits_request *inbox_first, *inbox_last; /* [mutex inbox] */
   struct sits_request *cancel_first;             /* [mutex inbox] */
+  atomic_int inbox_class;         /* [atomic] highest class in the inbox, SITS_CLASS_COUNT when it is empty */
   bool is_sleeping;               /* [mutex inbox] */
   bool wants_stop, wants_cancel_all; /* [mutex inbox] */
   atomic_int n_alive;             /* [atomic] sequences submitted and not finished */
@@ -205,6 +221,15 @@ void engine_build(struct sits_engine *engine);
 enum sits_status engine_submit_batch(struct sits_engine *engine) SITS_MUST_CHECK;
 enum sits_status engine_wait_batch(struct sits_engine *engine, struct backend_result *result) SITS_MUST_CHECK;
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /* give slot, host pages, id and entry back */
+
+/* For backend_batch.progress: user is the engine, and lives. */
+void engine_beat(void *user);
+
+/* engine_slice.c */
+enum sits_status engine_slice_open(struct sits_engine *engine) SITS_MUST_CHECK;
+void engine_slice_close(struct sits_engine *engine);
+void engine_slice_run(struct sits_engine *engine, int64_t from_us); /* the plan's slice; from_us: when the step before ended */
+void engine_slice_drop(struct sits_engine *engine, int32_t id);     /* that entry's chunk, if it has one, is not wanted any more */
 
 /* engine_draft.c */
 /* Whether the choice takes a draft of this kind now; *accept: the chance of its tokens. */

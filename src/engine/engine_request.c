@@ -216,6 +216,7 @@ enum sits_status sits_engine_submit(struct sits_engine *engine, const struct sit
     if (engine->inbox_last) engine->inbox_last->next = request;
     else engine->inbox_first = request;
     engine->inbox_last = request;
+    if ((int)params->service_class < atomic_load(&engine->inbox_class)) atomic_store(&engine->inbox_class, (int)params->service_class);
     if (engine->is_sleeping) pthread_cond_signal(&engine->inbox_cond);
   }
   pthread_mutex_unlock(&engine->inbox_mutex);

@@ -47,6 +47,7 @@ static void drain_inbox(struct sits_engine *engine)
   pthread_mutex_lock(&engine->inbox_mutex);
   struct sits_request *request = engine->inbox_first, *cancel = engine->cancel_first;
   engine->inbox_first = engine->inbox_last = engine->cancel_first = NULL;
+  atomic_store(&engine->inbox_class, SITS_CLASS_COUNT);
   bool cancel_all = engine->wants_cancel_all;
   for (struct sits_request *r = cancel; r; r = r->cancel_next) {
     r->in_cancel_list = false; /* from here on a new call may link it again, so the chain is kept in cancel_todo */
@@ -71,6 +72,7 @@ static void take_arrivals(struct sits_engine *engine)
   pthread_mutex_lock(&engine->inbox_mutex);
   struct sits_request *request = engine->inbox_first;
   engine->inbox_first = engine->inbox_last = NULL;
+  atomic_store(&engine->inbox_class, SITS_CLASS_COUNT);
   pthread_mutex_unlock(&engine->inbox_mutex);
   add_all(engine, request);
 }
@@ -127,7 +129,8 @@ static void forward_and_sample(struct sits_engine *engine)
   struct backend_result result = {0};
   int64_t started_us = clock_monotonic_us();
   if (engine->is_continuous) {
-    engine->stats.serial_us_ewma += 0.1 * ((double)(started_us - engine->last_step_end_us) - engine->stats.serial_us_ewma);
+    int64_t serial_us = started_us - engine->last_step_end_us - engine->plan.sliced_us;
+    engine->stats.serial_us_ewma += 0.1 * ((double)serial_us - engine->stats.serial_us_ewma);
   }
   enum sits_status status = engine_submit_batch(engine);
   if (status == SITS_OK && engine->options.overlap) overlap(engine);
@@ -147,6 +150,16 @@ static void forward_and_sample(struct sits_engine *engine)
   engine_observe(&engine->stats.iteration_tokens_hist, engine->batch.n_tokens);
 }
 
+/* The plan's slice; where there is nothing else in the plan, that was the step. */
+static void run_slice(struct sits_engine *engine)
+{
+  int64_t from_us = engine->is_continuous ? engine->last_step_end_us : engine->step_started_us;
+  engine_slice_run(engine, from_us);
+  if (engine->plan.n_items > 0 || atomic_load(&engine->state) == ENGINE_FAILED) return;
+  engine->last_step_end_us = clock_monotonic_us();
+  alps_report(engine->alps, &engine->plan, engine->last_step_end_us - from_us - engine->draft_us);
+}
+
 bool engine_step(struct sits_engine *engine)
 {
   engine->step_started_us = clock_monotonic_us();
@@ -157,8 +170,9 @@ bool engine_step(struct sits_engine *engine)
   engine_hold_full(engine);
   engine_draft(engine);
   engine_plan(engine);
-  bool has_work = engine->plan.n_items > 0;
-  if (has_work) {
+  bool has_work = engine->plan.n_items > 0 || engine->plan.slice.id >= 0;
+  if (engine->plan.slice.id >= 0) run_slice(engine);
+  if (engine->plan.n_items > 0 && atomic_load(&engine->state) != ENGINE_FAILED) {
     engine_build(engine);
     forward_and_sample(engine);
   }

@@ -27,7 +27,8 @@ struct world {
   struct entry entries[N_ENTRIES];
   int32_t n_pages_free;
   int64_t now_us;
-  int64_t n_preempted, n_finished, n_planned, oldest_us;
+  int32_t slice_tokens, slice_id, slice_n; /* the chunk in slices */
+  int64_t n_slices, n_preempted, n_finished, n_planned, oldest_us;
   bool is_twin_turn;
 };
 
@@ -123,6 +124,17 @@ static void check_plan(struct world *w, const struct alps_plan *plan)
     n_rows += e->wants_rows && e->n_known == e->n_prompt ? item->n_tokens : item->is_last;
     n_need += pages_for(e->n_computed + item->n_tokens) - e->n_pages;
   }
+  if (plan->slice.id >= 0) {
+    const struct entry *e = &w->entries[plan->slice.id];
+    assert_true(e->is_running && !e->is_held && !e->wants_rows && w->slice_tokens > 0);
+    assert_int_equal(n_planned_of[plan->slice.id], 0);
+    assert_in_range(plan->slice.n_tokens, 1, e->n_known - e->n_computed < w->slice_tokens ? e->n_known - e->n_computed : w->slice_tokens);
+    assert_int_equal(plan->slice.is_last, e->n_computed + plan->slice.n_tokens == e->n_known);
+    assert_int_equal(plan->slice_class, e->service_class);
+    assert_true(plan->slice_us > 0);
+    if (plan->slice_begins) n_need += pages_for(e->n_computed + plan->slice.n_tokens) - e->n_pages;
+    else assert_true(plan->slice.id == w->slice_id && plan->slice.n_tokens == w->slice_n);
+  }
   assert_int_equal(n_tokens, plan->n_tokens);
   assert_in_range(n_tokens, 0, MAX_TOKENS);
   assert_in_range(n_rows, 0, MAX_ROWS);
@@ -167,29 +179,55 @@ static void fork_all(struct world *w, int32_t id)
   }
 }
 
+static void execute_item(struct world *w, const struct alps_item *item)
+{
+  struct entry *e = &w->entries[item->id];
+  e->n_computed += item->n_tokens;
+  w->n_pages_free -= pages_for(e->n_computed) - e->n_pages;
+  e->n_pages = pages_for(e->n_computed);
+  if (e->n_computed < e->n_known) {
+    update(w, item->id);
+    return;
+  }
+  fork_all(w, item->id);
+  e->n_known++;
+  if (e->n_known > e->n_limit || draw(w, 60) == 0) {
+    w->n_finished++;
+    if (w->now_us - e->born > w->oldest_us) w->oldest_us = w->now_us - e->born;
+    do_remove(w, item->id);
+  } else {
+    update(w, item->id);
+  }
+}
+
 static void execute(struct world *w, const struct alps_plan *plan)
 {
   struct alps_item items[MAX_SEQS];
   memcpy(items, plan->items, (size_t)plan->n_items * sizeof *items);
-  for (int32_t i = 0; i < plan->n_items; i++) {
-    struct entry *e = &w->entries[items[i].id];
-    e->n_computed += items[i].n_tokens;
-    w->n_pages_free -= pages_for(e->n_computed) - e->n_pages;
-    e->n_pages = pages_for(e->n_computed);
-    if (e->n_computed < e->n_known) {
-      update(w, items[i].id);
-      continue;
-    }
-    fork_all(w, items[i].id);
-    e->n_known++;
-    if (e->n_known > e->n_limit || draw(w, 60) == 0) {
-      w->n_finished++;
-      if (w->now_us - e->born > w->oldest_us) w->oldest_us = w->now_us - e->born;
-      do_remove(w, items[i].id);
-    } else {
-      update(w, items[i].id);
-    }
+  for (int32_t i = 0; i < plan->n_items; i++) execute_item(w, &items[i]);
+}
+
+/* A slice: its pages when the chunk begins; now and then it ends, or could not begin. */
+static void execute_slice(struct world *w, struct alps_plan *plan, struct alps_plan *twin)
+{
+  struct alps_item item = plan->slice;
+  struct entry *e = &w->entries[item.id];
+  if (plan->slice_begins && draw(w, 20) == 0) {
+    alps_drop_slice(w->alps);
+    alps_drop_slice(w->twin);
+    return;
   }
+  if (plan->slice_begins) {
+    w->n_pages_free -= pages_for(e->n_computed + item.n_tokens) - e->n_pages;
+    e->n_pages = pages_for(e->n_computed + item.n_tokens);
+    update(w, item.id);
+  }
+  w->slice_id = item.id;
+  w->slice_n = item.n_tokens;
+  w->n_slices++;
+  plan->sliced_us = twin->sliced_us = 100;
+  plan->slice_ended = twin->slice_ended = draw(w, 3) == 0;
+  if (plan->slice_ended) execute_item(w, &item);
 }
 
 static void do_step(struct world *w)
@@ -221,6 +259,8 @@ static void do_step(struct world *w)
   int64_t step_us = 500 + 40 * plan.n_tokens + draw(w, 200);
   w->now_us += step_us;
   w->n_planned += plan.n_items;
+  assert_memory_equal(&plan.slice, &twin.slice, sizeof plan.slice);
+  if (plan.slice.id >= 0) execute_slice(w, &plan, &twin);
   execute(w, &plan);
   alps_report(w->alps, &plan, step_us);
   alps_report(w->twin, &twin, step_us);
@@ -254,14 +294,15 @@ static void release_holds(struct world *w)
   }
 }
 
-static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, int64_t ttft_target_us, bool with_faults)
+static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, int64_t ttft_target_us, int32_t slice_tokens, bool with_faults)
 {
   static struct world the_world;
   struct world *w = &the_world;
   struct alps_options options = {.max_entries = N_ENTRIES, .max_seqs = MAX_SEQS, .max_batch_tokens = MAX_TOKENS, .max_rows = MAX_ROWS,
                                  .page_tokens = P, .n_pages = N_PAGES, .itl_target_us = itl_target_us,
-                                 .ttft_target_us = ttft_target_us};
+                                 .ttft_target_us = ttft_target_us, .slice_tokens = slice_tokens};
   memset(w, 0, sizeof *w);
+  w->slice_tokens = slice_tokens;
   w->random = seed;
   w->n_pages_free = N_PAGES;
   assert_int_equal(alps_create(&options, &w->alps), SITS_OK);
@@ -281,6 +322,7 @@ static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, int6
   assert_int_equal(w->n_pages_free, N_PAGES);
   assert_true(w->n_preempted > 0);
   assert_true(w->n_finished > 100);
+  assert_true(slice_tokens == 0 || w->n_slices > 100);
   alps_destroy(w->alps);
   alps_destroy(w->twin);
 }
@@ -293,14 +335,16 @@ static int64_t setting(const char *name, int64_t fallback)
 
 static void test_million(void **state)
 {
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1), setting("SITS_PROPERTY_OPS", 1000000) / 3, 0, 0, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 5, setting("SITS_PROPERTY_OPS", 1000000) / 3, 4000, 0, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 9, setting("SITS_PROPERTY_OPS", 1000000) / 3 + 1, 4000, 60000, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1), setting("SITS_PROPERTY_OPS", 1000000) / 4, 0, 0, 0, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 5, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 0, 0, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 9, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 60000, 0, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 13, setting("SITS_PROPERTY_OPS", 1000000) / 4, 1500, 60000, 48, false);
 }
 
 static void test_without_memory(void **state)
 {
-  run(3, setting("SITS_PROPERTY_OPS", 1000000) / 10, 4000, 60000, true);
+  run(3, setting("SITS_PROPERTY_OPS", 1000000) / 10, 4000, 60000, 0, true);
+  run(4, setting("SITS_PROPERTY_OPS", 1000000) / 20, 1500, 0, 32, true);
 }
 
 static void test_creation_survives_no_memory(void **state)

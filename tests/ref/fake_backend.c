@@ -26,6 +26,9 @@ struct backend_program {
   bool is_sampled;            /* tokens were drawn */
   bool has_logits;            /* the logits are given out */
   int32_t drawn[FAKE_MAX_DRAWN];
+  struct backend_kv *kv;      /* of a lane, as what follows: the chunk, the tokens of it that are written, its number */
+  const struct backend_batch *batch;
+  int32_t n_written, step;
 };
 
 static void require(bool holds, const char *what)
@@ -234,6 +237,78 @@ static const struct backend_vtable FAKE = {
 const struct backend_vtable *fake_vtable(void)
 {
   return &FAKE;
+}
+
+static enum sits_status lane_open(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
+                                  struct backend_program **out, struct sits_error *err)
+{
+  (void)kv;
+  require(max_tokens > 0 && max_tokens <= program->rig->options.max_batch_tokens, "a lane for more tokens than a batch");
+  struct backend_program *lane = mem_calloc(1, sizeof *lane);
+  float *logits = mem_calloc((size_t)program->rig->options.n_vocab, sizeof *logits);
+  if (!lane || !logits) {
+    mem_free(lane);
+    mem_free(logits);
+    return sits_fail(err, SITS_NOMEM, "out of memory");
+  }
+  lane->rig = program->rig;
+  lane->logits = logits;
+  *out = lane;
+  return SITS_OK;
+}
+
+static void lane_destroy(struct backend_program *lane)
+{
+  mem_free(lane->logits);
+  mem_free(lane);
+}
+
+static enum sits_status lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *b)
+{
+  int step = atomic_fetch_add(&lane->rig->n_steps, 1) + 1, fail_at = atomic_load(&lane->rig->fail_at_step);
+  if (fail_at > 0 && step >= fail_at) return SITS_DEVICE;
+  check_batch(lane->rig, b);
+  require(b->n_seqs == 1 && b->n_rows <= 1, "a lane takes one sequence and one row");
+  lane->kv = kv;
+  lane->batch = b;
+  lane->n_written = 0;
+  lane->step = step;
+  atomic_fetch_add(&lane->rig->n_lanes_begun, 1);
+  return SITS_OK;
+}
+
+static enum sits_status lane_run(struct backend_program *lane, bool (*go_on)(void *user), void *user, bool *is_done)
+{
+  const struct backend_batch *b = lane->batch;
+  int fail_at = atomic_load(&lane->rig->fail_at_step);
+  if (fail_at > 0 && atomic_load(&lane->rig->n_steps) >= fail_at) return SITS_DEVICE;
+  require(b != NULL, "nothing was begun in the lane");
+  *is_done = false;
+  for (; lane->n_written < b->n_tokens; lane->n_written++) {
+    if (!go_on(user)) {
+      atomic_fetch_add(&lane->rig->n_slices, 1);
+      return SITS_OK;
+    }
+    *place(lane->kv, b, 0, b->positions[lane->n_written]) = b->tokens[lane->n_written];
+    int delay_us = atomic_load(&lane->rig->token_delay_us);
+    if (delay_us > 0) usleep((useconds_t)delay_us);
+  }
+  compute_rows(lane, lane->kv, b);
+  lane->has_logits = lane->is_pending = true;
+  lane->batch = NULL;
+  atomic_fetch_add(&lane->rig->n_tokens, b->n_tokens);
+  *is_done = true;
+  return SITS_OK;
+}
+
+const struct backend_vtable *fake_slicing_vtable(void)
+{
+  static const struct backend_vtable slicing = {
+      .abi = BACKEND_ABI, .name = "fake", .kv_page_bytes = page_bytes, .kv_copy_pages = copy_pages, .kv_read_page = read_page,
+      .kv_write_page = write_page, .submit = submit, .wait = wait_batch, .lane_open = lane_open, .lane_begin = lane_begin,
+      .lane_run = lane_run, .program_destroy = lane_destroy,
+  };
+  return &slicing;
 }
 
 const struct backend_vtable *fake_sampling_vtable(void)

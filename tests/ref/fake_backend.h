@@ -28,6 +28,7 @@ struct fake_rig {
   atomic_int period;             /* > 0: the token of that many places before is likely next (a text that repeats) */
   atomic_int disagree;           /* > 0: one row in so many is a stranger's (a draft model that is often wrong) */
   atomic_int n_sampled;          /* batches whose tokens were drawn here */
+  atomic_int n_lanes_begun, n_slices; /* chunks read in slices; slices that did not end one */
   atomic_int n_steps, n_copies, n_reads, n_writes;
   atomic_long n_tokens;          /* computed so far */
   atomic_int largest_batch, largest_seqs;
@@ -36,6 +37,8 @@ struct fake_rig {
 const struct backend_vtable *fake_vtable(void);
 /* The same, drawing tokens itself when asked (greedy, or the whole distribution). */
 const struct backend_vtable *fake_sampling_vtable(void);
+/* The same with lanes: a slice writes a token each time that it is told to go on. */
+const struct backend_vtable *fake_slicing_vtable(void);
 /* 0 on success. */
 int fake_rig_init(struct fake_rig *rig, const struct fake_options *options);
 void fake_rig_fini(struct fake_rig *rig);

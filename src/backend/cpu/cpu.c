@@ -96,11 +96,11 @@ static bool is_valid(const struct backend_program *p, const struct backend_kv *k
   return true;
 }
 
-static enum sits_status cpu_submit(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *batch)
+/* Check a batch and get it ready to run. */
+static enum sits_status begin(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *batch)
 {
   p->has_result = false;
   if (!is_valid(p, kv, batch)) return SITS_INVALID_ARGUMENT;
-  const int64_t start_us = clock_monotonic_us();
   p->batch.in = batch;
   p->batch.kv = kv;
   for (int32_t s = 0; s < batch->n_seqs; s++)
@@ -111,12 +111,53 @@ static enum sits_status cpu_submit(struct backend_program *p, struct backend_kv 
     }
   if (kv->open != NULL) cpu_kv_open_begin(kv, batch, p->batch.tile);
   cpu_attention_plan(p);
+  return SITS_OK;
+}
+
+static enum sits_status cpu_submit(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *batch)
+{
+  const int64_t start_us = clock_monotonic_us();
+  const enum sits_status status = begin(p, kv, batch);
+  if (status != SITS_OK) return status;
   cpu_run(p);
   p->batch.in = NULL;
   p->n_rows_done = batch->n_rows;
   p->compute_us = clock_monotonic_us() - start_us;
   if (atomic_load(&p->has_lost_rank)) return SITS_DEVICE;
   p->has_result = true;
+  return SITS_OK;
+}
+
+/* Codecs with open groups are left out: their groups move when other batches run between the slices. */
+static enum sits_status cpu_lane_open(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
+                                      struct backend_program **out, struct sits_error *err)
+{
+  if (program->backend->options.group != NULL || kv->open != NULL || max_tokens < 1 || max_tokens > program->max_tokens)
+    return sits_fail(err, SITS_UNSUPPORTED, "lane: one device, a cache of whole tokens (f16, int8), and no more tokens than a batch");
+  return cpu_compile_lane(program, max_tokens, out, err);
+}
+
+static enum sits_status cpu_lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch)
+{
+  lane->pause.index = -1;
+  lane->compute_us = 0;
+  for (int32_t i = 0; i < lane->split_rows; i++) atomic_store(&lane->finished[i], 0); /* of a batch that was given up */
+  lane->batch.in = NULL;
+  return begin(lane, kv, batch);
+}
+
+static enum sits_status cpu_lane_run(struct backend_program *lane, bool (*go_on)(void *user), void *user, bool *is_done)
+{
+  if (lane->batch.in == NULL || lane->has_result) return SITS_INVALID_ARGUMENT;
+  const int64_t start_us = clock_monotonic_us();
+  lane->go_on = go_on;
+  lane->go_on_user = user;
+  *is_done = lane->pause.index < 0 ? cpu_run(lane) : cpu_run_on(lane);
+  lane->compute_us += clock_monotonic_us() - start_us;
+  if (!*is_done) return SITS_OK;
+  lane->n_rows_done = lane->batch.in->n_rows;
+  lane->batch.in = NULL;
+  lane->has_result = true;
   return SITS_OK;
 }
 
@@ -151,4 +192,7 @@ const struct backend_vtable backend_cpu = {
     .submit = cpu_submit,
     .wait = cpu_wait,
     .observe = cpu_observe,
+    .lane_open = cpu_lane_open,
+    .lane_begin = cpu_lane_begin,
+    .lane_run = cpu_lane_run,
 };

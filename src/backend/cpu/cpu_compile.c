@@ -192,7 +192,9 @@ static enum sits_status make_phases(struct backend_program *p, struct sits_error
 {
   p->phases = mem_calloc(2 * (size_t)p->n_steps, sizeof *p->phases);
   p->shares = mem_aligned(128, (size_t)p->backend->n_threads * sizeof *p->shares);
-  if (p->phases == NULL || p->shares == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  p->pause.rest = mem_calloc((size_t)p->backend->n_threads, sizeof *p->pause.rest);
+  p->pause.index = -1;
+  if (p->phases == NULL || p->shares == NULL || p->pause.rest == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
   for (int32_t w = 0; w < p->backend->n_threads; w++) atomic_init(&p->shares[w].word, 0);
   for (int32_t i = 0; i < p->n_steps; i++) {
     const struct cpu_step *step = &p->steps[i];
@@ -360,7 +362,8 @@ static enum sits_status make_arena(struct backend_program *p, struct sits_error 
 {
   const struct program_dims *dims = &p->program->dims;
   const int32_t group = dims->n_heads / dims->n_kv_heads;
-  p->block_tokens = CPU_ATTENTION_ROWS / group > 0 ? CPU_ATTENTION_ROWS / group : 1;
+  p->block_tokens = (p->is_lane ? CPU_LANE_ROWS : CPU_ATTENTION_ROWS) / group;
+  if (p->block_tokens < 1) p->block_tokens = 1;
   p->split_rows = 4 * p->backend->n_threads * (group > 4 ? group : 4);
   p->max_chunks = dims->max_context / CPU_CHUNK_TOKENS + 1;
   p->strip_floats = strip_floats(p, p->max_tokens > p->max_rows ? p->max_tokens : p->max_rows);
@@ -385,28 +388,52 @@ static enum sits_status make_arena(struct backend_program *p, struct sits_error 
   return SITS_OK;
 }
 
-enum sits_status cpu_compile(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err)
+static struct backend_program *new_program(struct backend *backend, const struct program *program, int32_t max_tokens, int32_t max_rows)
 {
-  enum sits_status status = program_check(program, err);
-  if (status != SITS_OK) return status;
   struct backend_program *p = mem_aligned(128, sizeof *p);
-  if (p == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  if (p == NULL) return NULL;
   memset(p, 0, sizeof *p);
   p->job = (struct cpu_job){cpu_run_worker, p};
   p->backend = backend;
   p->program = program;
-  p->max_tokens = backend->options.max_batch_tokens;
-  p->max_rows = backend->options.max_seqs;
-  if ((status = pack_weights(p, err)) != SITS_OK) goto fail;
-  if ((status = make_steps(p, err)) != SITS_OK) goto fail;
-  if ((status = plan_activations(p, err)) != SITS_OK) goto fail;
-  if ((status = expand_vectors(p, err)) != SITS_OK) goto fail;
-  if ((status = make_arena(p, err)) != SITS_OK) goto fail;
-  *out = p;
-  return SITS_OK;
+  p->max_tokens = max_tokens;
+  p->max_rows = max_rows;
+  return p;
+}
 
-fail:
-  cpu_program_destroy(p);
+/* Everything behind the weights. */
+static enum sits_status assemble(struct backend_program *p, struct sits_error *err)
+{
+  enum sits_status status = make_steps(p, err);
+  if (status == SITS_OK) status = plan_activations(p, err);
+  if (status == SITS_OK) status = expand_vectors(p, err);
+  if (status == SITS_OK) status = make_arena(p, err);
+  return status;
+}
+
+enum sits_status cpu_compile(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err)
+{
+  enum sits_status status = program_check(program, err);
+  if (status != SITS_OK) return status;
+  struct backend_program *p = new_program(backend, program, backend->options.max_batch_tokens, backend->options.max_seqs);
+  if (p == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
+  status = pack_weights(p, err);
+  if (status == SITS_OK) status = assemble(p, err);
+  if (status == SITS_OK) *out = p;
+  else cpu_program_destroy(p);
+  return status;
+}
+
+enum sits_status cpu_compile_lane(struct backend_program *program, int32_t max_tokens, struct backend_program **out, struct sits_error *err)
+{
+  struct backend_program *p = new_program(program->backend, program->program, max_tokens, 1);
+  if (p == NULL) return sits_fail(err, SITS_NOMEM, "lane: out of memory");
+  p->is_lane = true;
+  p->weights = program->weights;
+  p->n_weights = program->n_weights;
+  const enum sits_status status = assemble(p, err);
+  if (status == SITS_OK) *out = p;
+  else cpu_program_destroy(p);
   return status;
 }
 
@@ -414,13 +441,14 @@ void cpu_program_destroy(struct backend_program *p)
 {
   if (p == NULL) return;
   cpu_pool_quiesce(p->backend->pool); /* late workers may still look at the run */
-  for (int32_t i = 0; i < p->n_weights; i++) cpu_weight_destroy(p->weights[i].weight);
-  mem_free(p->weights);
+  for (int32_t i = 0; i < p->n_weights && !p->is_lane; i++) cpu_weight_destroy(p->weights[i].weight);
+  if (!p->is_lane) mem_free(p->weights);
   mem_free(p->region);
   mem_free(p->steps);
   mem_free(p->ranges);
   mem_free(p->phases);
   mem_free(p->shares);
+  mem_free(p->pause.rest);
   mem_free(p->vectors);
   mem_free(p->outlier_flags);
   mem_free(p->buffers);

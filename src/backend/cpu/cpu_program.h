@@ -37,6 +37,7 @@
 #define CPU_CHUNK_TOKENS (CPU_CHUNK_PAGES * KV_PAGE_TOKENS)
 #define CPU_CHUNK_RECORD (CPU_CHUNK_PAGES + 1)
 #define CPU_ATTENTION_ROWS 48        /* target rows (tokens of a block times H/G) that read a page together */
+#define CPU_LANE_ROWS 24             /* the same in a lane, which stops between items: at a depth of 8,000 about 0.4 ms */
 
 struct backend {
   struct backend_options options;
@@ -109,6 +110,13 @@ struct cpu_batch {                   /* [submit] */
 
 struct cpu_weight_entry { const struct sits_utd *utd; struct cpu_weight *weight; };
 
+/* Where a lane's batch stopped: the phase, and what is left of each share. */
+struct cpu_pause {
+  int32_t index;                     /* of the phase; -1: nothing to go on with */
+  int32_t n_left;                    /* claims */
+  struct { int32_t next, end; } *rest; /* [n_threads] */
+};
+
 struct backend_program {
   /* the run: a phase's tag is run_base + its index, and the gate's value is the tag of the phase that is open */
   struct cpu_gate gate;
@@ -117,6 +125,10 @@ struct backend_program {
   struct cpu_share *shares;          /* [n_threads] */
   int32_t n_claims, n_items, grain;  /* of the open phase: grain items a claim */
   struct backend *backend;
+  bool is_lane;                      /* weights are another program's */
+  struct cpu_pause pause;            /* of a lane */
+  bool (*go_on)(void *user);         /* [submit] asked by worker 0 between items; NULL: run to the end */
+  void *go_on_user;
   const struct program *program;
   int32_t max_tokens, max_rows;      /* rows of T and R buffers */
   int32_t n_steps, n_weights;
@@ -153,10 +165,15 @@ struct backend_program {
 
 enum sits_status cpu_compile(struct backend *backend, const struct program *program, struct backend_program **out, struct sits_error *err)
     SITS_MUST_CHECK;
+/* A program of its own on the weights of `program`, for max_tokens tokens and one row. */
+enum sits_status cpu_compile_lane(struct backend_program *program, int32_t max_tokens, struct backend_program **out, struct sits_error *err)
+    SITS_MUST_CHECK;
 void cpu_program_destroy(struct backend_program *program);
 
-/* Run the batch in p->batch to its end, with whatever workers come. */
-void cpu_run(struct backend_program *p);
+/* Run the batch in p->batch to its end, with whatever workers come; with p->go_on set perhaps less. cpu_run_on goes on where it stopped.
+ * Both return whether the end was reached. */
+bool cpu_run(struct backend_program *p);
+bool cpu_run_on(struct backend_program *p);
 /* What a worker does: arg is the struct backend_program. */
 void cpu_run_worker(void *arg, int32_t worker);
 

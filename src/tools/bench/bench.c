@@ -10,6 +10,7 @@
 
 static const struct { const char *name; int (*run)(int argc, char **argv); const char *help; } commands[] = {
     {"throughput", bench_throughput, "prefill and decode speed of a model on this machine's backend, no server"},
+    {"steps", bench_steps, "one step of the backend: decodes beside a chunk of a prompt at a depth, or beside a draft"},
     {"engine", bench_engine, "the engine with a real model, in process: stalls, speculation, prefix cache"},
     {"simulate", bench_simulate, "the planner's policies on a request trace and a modelled device, in virtual time"},
     {"kernels", bench_kernels, "each CUDA kernel at the shapes of a Llama-3-8B step, against the memory rate of the same run"},

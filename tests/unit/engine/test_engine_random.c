@@ -40,6 +40,16 @@ static struct engine_options small_options(int32_t n_host_pages)
   return o;
 }
 
+/* Hardly any time for prompts beside decodes, so that they are read in slices. */
+static struct engine_options slicing_options(void)
+{
+  struct engine_options o = small_options(24);
+  o.vtable = fake_slicing_vtable();
+  o.overlap = false;
+  o.itl_target_us = 40;
+  return o;
+}
+
 static void make_job(struct job *j, uint64_t seed)
 {
   memset(j, 0, sizeof *j);
@@ -86,18 +96,18 @@ static void maybe_cancel(struct job *j)
   sits_request_cancel(j->request, draw(&j->random, 2) ? -1 : (int32_t)draw(&j->random, (uint32_t)j->n_choices));
 }
 
-static void run_stepped(int32_t n_jobs, int32_t n_host_pages, struct engine_stats *stats)
+static void run_stepped(int32_t n_jobs, struct engine_options options, struct engine_stats *stats)
 {
   enum { LIVE = 30 };
   static struct job jobs[LIVE];
   struct rig rig;
   int32_t n_started = 0, n_ended = 0;
   bool is_live[LIVE] = {false};
-  rig_open(&rig, small_options(n_host_pages), 16);
+  rig_open(&rig, options, 16);
   while (n_ended < n_jobs) {
     for (int i = 0; i < LIVE; i++) {
       if (!is_live[i] && n_started < n_jobs) {
-        make_job(&jobs[i], (uint64_t)n_started++ * 7919 + (uint64_t)n_host_pages);
+        make_job(&jobs[i], (uint64_t)n_started++ * 7919 + (uint64_t)options.n_host_pages);
         is_live[i] = submit_job(&rig, &jobs[i]) == SITS_OK;
         assert_true(is_live[i]);
       }
@@ -115,6 +125,8 @@ static void run_stepped(int32_t n_jobs, int32_t n_host_pages, struct engine_stat
   engine_step_once(rig.engine);
   rig_idle(&rig);
   engine_stats(rig.engine, stats);
+  if (options.vtable == fake_slicing_vtable())
+    assert_true(atomic_load(&rig.fake.n_lanes_begun) > 100 && atomic_load(&rig.fake.n_slices) > 100);
   rig_close(&rig);
   assert_int_equal(mem_live_blocks(), 0);
 }
@@ -122,11 +134,18 @@ static void run_stepped(int32_t n_jobs, int32_t n_host_pages, struct engine_stat
 static void test_stepped(void **state)
 {
   struct engine_stats stats;
-  run_stepped(3000, 0, &stats);
+  run_stepped(3000, small_options(0), &stats);
   assert_true(stats.n_preemptions > 0 && stats.prefix_hit_tokens > 0);
   assert_true(stats.finished[SITS_FINISH_CANCELLED] > 0 && stats.finished[SITS_FINISH_DEADLINE] > 0);
-  run_stepped(3000, 24, &stats);
+  run_stepped(3000, small_options(24), &stats);
   assert_true(stats.n_preemptions_swapped > 0);
+}
+
+static void test_slices(void **state)
+{
+  struct engine_stats stats;
+  run_stepped(3000, slicing_options(), &stats);
+  assert_true(stats.n_preemptions > 0 && stats.finished[SITS_FINISH_CANCELLED] > 0);
 }
 
 struct worker {
@@ -177,7 +196,7 @@ static void count_news(void *user, struct sits_request *const *requests, int32_t
   *total += n;
 }
 
-static void test_threaded(void **state)
+static void run_threaded(struct engine_options options)
 {
   enum { WORKERS = 4 };
   const char *text = getenv("SITS_ENGINE_JOBS");
@@ -186,7 +205,6 @@ static void test_threaded(void **state)
   struct worker workers[WORKERS];
   pthread_t threads[WORKERS];
   struct sits_error err;
-  struct engine_options options = small_options(24);
   int64_t n_news = 0;
   options.on_events = count_news;
   options.events_user = &n_news;
@@ -210,6 +228,12 @@ static void test_threaded(void **state)
   assert_true(clock_monotonic_us() - engine_heartbeat_us(rig.engine) < 2000000);
   rig_close(&rig);
   assert_int_equal(mem_live_blocks(), 0);
+}
+
+static void test_threaded(void **state)
+{
+  run_threaded(small_options(24));
+  run_threaded(slicing_options());
 }
 
 static void test_stop_cancels_what_is_left(void **state)
@@ -272,7 +296,7 @@ static void test_no_memory(void **state)
   }
   rig_idle(&rig);
   struct engine_options o = small_options(4);
-  o.vtable = fake_vtable();
+  o.vtable = fake_slicing_vtable();
   o.program = rig.fake.program;
   o.kv = rig.fake.kv;
   o.geometry = rig.fake.geometry;
@@ -297,7 +321,7 @@ static void test_no_memory(void **state)
 
 int main(void)
 {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_stepped), cmocka_unit_test(test_threaded),
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_stepped), cmocka_unit_test(test_slices), cmocka_unit_test(test_threaded),
                                      cmocka_unit_test(test_stop_cancels_what_is_left), cmocka_unit_test(test_no_memory)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,144 @@
+/* A prompt's chunk read in slices: it computes on the backend's lane between the batches of the others, as long as their next tokens can
+ * still come in time, and stops when a request of a higher class comes. The planner says which chunk and until when (alps_plan.slice);
+ * the clock, not a prediction, ends a slice. What the chunk writes is the sequence's own pages, reserved when it begins; it is committed,
+ * and the prompt's token drawn, when it is done. A chunk whose sequence ends or is pre-empted is simply given up. */
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mem.h"
+#include "engine/engine_internal.h"
+
+enum { SLICE_TOKENS = 128, GAP_FADE = 16 };
+
+enum sits_status engine_slice_open(struct sits_engine *engine)
+{
+  const struct engine_options *o = &engine->options;
+  struct engine_slice *slice = &engine->slice;
+  struct sits_error err;
+  int32_t n = o->max_num_batched_tokens < SLICE_TOKENS ? o->max_num_batched_tokens : SLICE_TOKENS;
+  slice->id = -1;
+  atomic_init(&engine->inbox_class, SITS_CLASS_COUNT);
+  if (!o->vtable->lane_open || o->policy != ALPS_BUDGET) return SITS_OK;
+  enum sits_status status = o->vtable->lane_open(o->program, o->kv, n, &slice->lane, &err);
+  if (status == SITS_UNSUPPORTED) return SITS_OK;
+  slice->tokens = mem_calloc((size_t)n, sizeof(int32_t));
+  slice->positions = mem_calloc((size_t)n, sizeof(int32_t));
+  slice->table = mem_calloc((size_t)engine->stride, sizeof(int32_t));
+  if (status == SITS_OK && (!slice->tokens || !slice->positions || !slice->table)) status = SITS_NOMEM;
+  slice->most_tokens = n;
+  return status;
+}
+
+void engine_slice_close(struct sits_engine *engine)
+{
+  struct engine_slice *slice = &engine->slice;
+  if (slice->lane) engine->options.vtable->program_destroy(slice->lane);
+  mem_free(slice->tokens);
+  mem_free(slice->positions);
+  mem_free(slice->table);
+}
+
+void engine_slice_drop(struct sits_engine *engine, int32_t id)
+{
+  if (engine->slice.id != id || id < 0) return;
+  struct engine_choice *choice = engine->by_id[id];
+  engine->slice.id = -1;
+  if (choice->slot >= 0) kv_commit(engine->pages, choice->slot, choice->tokens + choice->n_computed, 0); /* gives back what was reserved */
+}
+
+/* Take the pages of the planned chunk and start it. False: it cannot begin. */
+static bool begin(struct sits_engine *engine)
+{
+  const struct backend_vtable *vtable = engine->options.vtable;
+  const struct alps_item *item = &engine->plan.slice;
+  struct engine_slice *slice = &engine->slice;
+  struct engine_choice *choice = engine->by_id[item->id];
+  const int32_t from = choice->n_computed, end = from + item->n_tokens, *pages;
+  int32_t n_moves = 0;
+  struct kv_move move;
+  engine_slice_drop(engine, slice->id);
+  enum sits_status status = kv_reserve(engine->pages, choice->slot, end, &move, &n_moves);
+  if (status == SITS_OK && n_moves > 0) {
+    const struct kv_copy copy = {.from_page = move.from_page, .to_page = move.to_page};
+    status = vtable->kv_copy_pages(engine->options.kv, &copy, 1);
+  }
+  int32_t n_pages = kv_pages(engine->pages, choice->slot, &pages);
+  memcpy(slice->table, pages, (size_t)n_pages * sizeof *pages);
+  memcpy(slice->tokens, choice->tokens + from, (size_t)item->n_tokens * sizeof *slice->tokens);
+  for (int32_t i = 0; i < item->n_tokens; i++) slice->positions[i] = from + i;
+  slice->seq_start[1] = item->n_tokens;
+  slice->kv_len = end;
+  slice->row_token = item->n_tokens - 1;
+  slice->batch = (struct backend_batch){
+      .n_tokens = item->n_tokens, .n_seqs = 1, .n_rows = item->is_last && choice->request->params.sampling.max_tokens > 0,
+      .tokens = slice->tokens, .positions = slice->positions, .seq_start = slice->seq_start, .kv_len = &slice->kv_len,
+      .block_table = slice->table, .table_stride = engine->stride, .row_token = &slice->row_token, .progress = engine_beat,
+      .progress_user = engine};
+  if (status == SITS_OK) status = vtable->lane_begin(slice->lane, engine->options.kv, &slice->batch);
+  slice->id = item->id;
+  if (status != SITS_OK) {
+    log_error("engine", "a chunk in slices cannot begin request=%s tokens=%d", choice->request->params.id, item->n_tokens);
+    engine_slice_drop(engine, item->id);
+    alps_drop_slice(engine->alps);
+    return false;
+  }
+  alps_update(engine->alps, item->id, engine_known(choice), from, n_pages, 0);
+  return true;
+}
+
+/* Time for one more piece of work? Pieces take about as long as the longest of the last few. */
+static bool go_on(void *user)
+{
+  struct sits_engine *engine = user;
+  struct engine_slice *slice = &engine->slice;
+  int64_t now_us = clock_monotonic_us(), gap_us = now_us - slice->asked_us;
+  slice->asked_us = now_us;
+  if (slice->n_asked++ == 0) return true; /* never nothing */
+  if (gap_us > slice->gap_us) slice->gap_us = gap_us;
+  else slice->gap_us -= (slice->gap_us - gap_us + GAP_FADE - 1) / GAP_FADE;
+  return now_us + slice->gap_us <= slice->until_us && atomic_load(&engine->inbox_class) >= engine->plan.slice_class;
+}
+
+/* The chunk is computed: as if it had been an item of a batch. */
+static void end(struct sits_engine *engine)
+{
+  struct engine_slice *slice = &engine->slice;
+  struct backend_result result = {0};
+  struct alps_item item = engine->plan.slice;
+  struct alps_plan plan = engine->plan;
+  int64_t last_end_us = engine->last_step_end_us;
+  const enum sits_status status = engine->options.vtable->wait(slice->lane, &result);
+  slice->id = -1;
+  if (status != SITS_OK) {
+    engine_fail(engine, status);
+    return;
+  }
+  engine->rows[0] = (struct engine_row){.position = slice->kv_len - 1, .is_draw = true};
+  engine->plan.items = &item;
+  engine->plan.n_items = 1;
+  engine->batch.n_rows = slice->batch.n_rows;
+  engine->compute_us = result.compute_us;
+  engine->last_step_end_us = clock_monotonic_us(); /* the time of its token */
+  engine->stats.n_steps++;
+  engine_outputs(engine, &result);
+  engine->last_step_end_us = last_end_us;
+  engine->plan = plan;
+  engine->plan.slice_ended = true;
+}
+
+void engine_slice_run(struct sits_engine *engine, int64_t from_us)
+{
+  struct engine_slice *slice = &engine->slice;
+  bool is_done = false;
+  if (engine->plan.slice.id < 0) return;
+  int64_t started_us = clock_monotonic_us();
+  if (engine->plan.slice_begins && !begin(engine)) return;
+  slice->until_us = from_us + engine->plan.slice_us;
+  slice->asked_us = started_us;
+  slice->n_asked = 0;
+  const enum sits_status status = engine->options.vtable->lane_run(slice->lane, go_on, engine, &is_done);
+  if (status != SITS_OK) engine_fail(engine, status);
+  else if (is_done) end(engine);
+  engine->plan.sliced_us = clock_monotonic_us() - started_us;
+}
