@@ -38,6 +38,8 @@ struct backend_options {
   int32_t max_seqs;                /* largest S and R */
   const char *isa;                 /* "auto", "scalar", "avx2", "avx512"; CPU only, NULL = auto */
   const char *recipe;              /* activations beside 4-bit weights: "auto", "w4a16", "w4a8"; CUDA only, NULL = auto */
+  const char *prefill_weights;     /* 4-bit weights as steps of many tokens multiply them: "expand"ed in each step, "resident" beside the
+                                      packed ones, "auto" (NULL): as many layers' as memory allows; CUDA only */
   bool no_graphs;                  /* launch kernels one by one; CUDA only, for comparison */
   int32_t n_ranks;                 /* devices that the model is cut over; 0 or 1: one. More: through backend_ranks only */
   int32_t devices[BACKEND_MAX_RANKS]; /* has_devices: ordinal of each rank; may repeat. Else the backend chooses */

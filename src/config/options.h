@@ -16,6 +16,7 @@ struct options {
   const char *isa;                  /* auto|scalar|avx2|avx512 */
   int64_t threads;                  /* 0: one per core */
   double gpu_memory_utilization;
+  const char *prefill_weights;      /* auto|resident|expand */
   int64_t tensor_parallel_size;     /* devices that the model is cut over */
   const char *tensor_parallel_devices; /* ordinals, comma-separated; NULL: chosen */
   double collective_timeout_s;

@@ -234,6 +234,7 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .device = o->device,
                                      .n_threads = (int32_t)o->threads,
                                      .isa = o->isa,
+                                     .prefill_weights = o->prefill_weights,
                                      .max_model_len = (int32_t)o->max_model_len,
                                      .max_num_seqs = (int32_t)o->max_num_seqs,
                                      .max_num_batched_tokens = (int32_t)o->max_num_batched_tokens,

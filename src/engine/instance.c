@@ -186,6 +186,7 @@ enum sits_status instance_open(const struct instance_options *options, struct in
   struct runner_options runner = {
       .model_path = options->model_path, .device = options->device, .kv_codec = options->kv_codec,
       .backend = {.n_threads = options->n_threads, .device = options->device_ordinal, .isa = options->isa,
+                  .prefill_weights = options->prefill_weights,
                   .n_ranks = options->n_ranks, .has_devices = options->has_devices,
                   .collective_timeout_ms = options->collective_timeout_ms,
                   .max_batch_tokens = instance->options.max_num_batched_tokens, .max_seqs = instance->options.max_num_seqs}};

@@ -27,6 +27,7 @@ struct instance_options {
   int32_t collective_timeout_ms;    /* 0 = the backend's choice */
   int32_t n_threads;                /* 0 = one per core */
   const char *isa;                  /* NULL = auto */
+  const char *prefill_weights;      /* backend_options.prefill_weights; NULL = auto */
   int32_t max_model_len;            /* 0 = the model's own, capped by what the page memory holds */
   int32_t max_num_seqs;             /* 0 = 64 on cpu, 256 on cuda */
   int32_t max_num_batched_tokens;   /* 0 = 512 on cpu, 8192 on cuda */

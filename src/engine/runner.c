@@ -24,6 +24,10 @@ static enum sits_status open_backend(struct runner *runner, const struct runner_
   runner->vtable = backend_find(device);
   if (!runner->vtable)
     return sits_fail_param(err, SITS_UNSUPPORTED, "device", "device '%.32s' is not in this build or not on this machine", device);
+  const char *prefill_weights = options->backend.prefill_weights;
+  if (prefill_weights && strcmp(prefill_weights, "resident") == 0 && strcmp(runner->vtable->name, "cuda") != 0)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "prefill-weights", "prefill-weights resident is for the cuda backend: %s expands nothing",
+                           runner->vtable->name);
   if (options->backend.n_ranks > 1) {
     runner->vtable = backend_ranks(runner->vtable);
     if (!runner->vtable)

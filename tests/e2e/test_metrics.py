@@ -24,6 +24,7 @@ VLLM = {
 OURS = {
     "gauge": ["num_requests_waiting_by_class", "waiting_prompt_tokens", "kv_pages_used", "kv_pages_cached", "kv_pages_free",
               "kv_pool_pages", "kv_page_bytes", "device_memory_bytes", "batch_queue_depth", "engine_heartbeat_age_seconds", "step_seconds",
+              "step_serial_seconds",
               "swap_pages_used", "swap_pages_total", "inter_token_latency_p99_seconds", "http_requests_in_flight"],
     "counter": ["engine_steps", "client_disconnects", "slow_reader_stalls", "http_requests", "class_requests", "class_prompt_tokens",
                 "class_prompt_tokens_cached", "class_generation_tokens", "tenant_requests", "tenant_prompt_tokens",

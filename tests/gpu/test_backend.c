@@ -277,6 +277,50 @@ static void run_buckets(const char *codec, const char *recipe, double limit)
   runner_close(&runner);
 }
 
+/* Weights expanded once and kept, or in each step: the same logits to the bit, more memory; other names are refused. */
+static void run_prefill_weights(const char *recipe)
+{
+  enum { N = 600 };
+  static const char *const names[] = {"expand", "resident", "auto"};
+  static int32_t tokens[N], positions[N], table[N / KV_PAGE_TOKENS + 1];
+  const int32_t start[2] = {0, N}, kv_len = N, row = N - 1;
+  float *logits[3] = {0};
+  uint64_t bytes[3] = {0};
+  size_t vocab = 0;
+  struct sits_error err = {0};
+  struct runner runner;
+  printf("== synthetic:tiny, prefill-weights, recipe %s\n", recipe);
+  struct runner_options options = {.model_path = "synthetic:tiny", .device = "cuda", .kv_codec = "f16",
+                                   .backend = {.max_batch_tokens = N, .max_seqs = 4, .recipe = recipe, .prefill_weights = "some"}};
+  enum sits_status status = runner_open(&runner, &options, &err);
+  verdict(status == SITS_INVALID_ARGUMENT && strcmp(err.param, "prefill-weights") == 0, "'some' is refused: %s", err.text);
+  for (int i = 0; i < 3; i++) {
+    options.backend.prefill_weights = names[i];
+    status = runner_open(&runner, &options, &err);
+    if (!status) status = runner_kv_create(&runner, N / KV_PAGE_TOKENS + 1, &err);
+    for (int32_t t = 0; t < N && !status; t++) tokens[t] = token_of(1, t, runner.model->config.n_vocab), positions[t] = t;
+    for (int32_t k = 0; k <= N / KV_PAGE_TOKENS; k++) table[k] = k;
+    const struct backend_batch batch = {.n_tokens = N, .n_seqs = 1, .n_rows = 1, .tokens = tokens, .positions = positions,
+                                        .seq_start = start, .kv_len = &kv_len, .block_table = table,
+                                        .table_stride = N / KV_PAGE_TOKENS + 1, .row_token = &row};
+    struct backend_result r = {0};
+    if (!status) status = runner.vtable->submit(runner.compiled, runner.kv, &batch);
+    if (!status) status = runner.vtable->wait(runner.compiled, &r);
+    if (status) break;
+    vocab = (size_t)runner.model->config.n_vocab;
+    logits[i] = mem_calloc(vocab, sizeof **logits);
+    memcpy(logits[i], r.logits, vocab * sizeof **logits);
+    bytes[i] = runner.vtable->program_bytes(runner.compiled);
+    runner_close(&runner);
+  }
+  verdict(!status && memcmp(logits[0], logits[1], vocab * sizeof **logits) == 0, "resident gives what expanding gives: status %d %s", status,
+          status ? err.text : "");
+  verdict(!status && bytes[1] > bytes[0] && bytes[2] >= bytes[0] && bytes[2] <= bytes[1], "bytes: %llu expand, %llu resident, %llu auto",
+          (unsigned long long)bytes[0], (unsigned long long)bytes[1], (unsigned long long)bytes[2]);
+  for (int i = 0; i < 3; i++) mem_free(logits[i]);
+  if (status) runner_close(&runner);
+}
+
 /* Every engine file of a folder, with every codec. */
 static void run_engine_files(const char *folder)
 {
@@ -351,6 +395,8 @@ int main(void)
     run_engine_files(getenv("SITS_TEST_ENGINES"));
   else
     printf("SKIP  SITS_TEST_ENGINES is not set\n");
+  run_prefill_weights("w4a16");
+  run_prefill_weights("w4a8");
   run_buckets("int4", "w4a16", 0.02);
   run_buckets("int4", "w4a8", 0.06);
   run_buckets("f16", "w4a16", 0.02);

@@ -44,9 +44,20 @@ static enum sits_status read_recipe(struct backend *backend, struct sits_error *
     backend->recipe = CUDA_RECIPE_W4A8;
   else
     return sits_fail_param(err, SITS_INVALID_ARGUMENT, "recipe", "cuda: recipe '%.32s' is not one of auto, w4a16, w4a8", recipe);
-  backend->options.recipe = NULL; /* borrowed, used here only */
-  backend->options.isa = NULL;
   return SITS_OK;
+}
+
+static enum sits_status read_prefill_weights(struct backend *backend, struct sits_error *err)
+{
+  static const char *const names[] = {"auto", "resident", "expand"};
+  const char *name = backend->options.prefill_weights ? backend->options.prefill_weights : "auto";
+  for (int i = 0; i < 3; i++) {
+    if (strcmp(name, names[i]) != 0) continue;
+    backend->prefill_weights = (enum cuda_prefill)i;
+    return SITS_OK;
+  }
+  return sits_fail_param(err, SITS_INVALID_ARGUMENT, "prefill-weights", "cuda: prefill-weights '%.32s' is not one of auto, resident, expand",
+                         name);
 }
 
 static enum sits_status init_kernels(void)
@@ -76,6 +87,8 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
   backend->compute_major = prop.major;
   snprintf(backend->name, sizeof backend->name, "cuda %.40s, sm_%d%d", prop.name, prop.major, prop.minor);
   enum sits_status status = read_recipe(backend, err);
+  if (status == SITS_OK) status = read_prefill_weights(backend, err);
+  backend->options.recipe = backend->options.prefill_weights = backend->options.isa = NULL; /* borrowed, used here only */
   if (status == SITS_OK) status = cuda_blas_load(err);
   if (status == SITS_OK && (init_kernels() != SITS_OK || cudaStreamCreate(&backend->stream) != cudaSuccess ||
                             cuda_blas.Create(&backend->lt) != CUBLAS_STATUS_SUCCESS))

@@ -36,8 +36,8 @@ static bool make_memory(struct backend_program *p, struct addresses *mine)
   mine->logits = p->logits;
   mine->device = b->device;
   mine->n_sm = b->n_sm;
-  c->half = cuda_memory_alloc(b, p, ((size_t)rows + 16) * (size_t)E * 2); /* libraries multiply 16 tokens at a time */
-  c->local_logits = cuda_memory_alloc(b, p, ((size_t)p->max_rows + 16) * (size_t)p->head->rows * sizeof(float));
+  c->half = cuda_memory_alloc(b, p, (size_t)cuda_lt_rows(rows) * (size_t)E * 2);
+  c->local_logits = cuda_memory_alloc(b, p, (size_t)cuda_lt_rows(p->max_rows) * (size_t)p->head->rows * sizeof(float));
   if (state == NULL || words == NULL || mine->push == NULL || mine->bulk == NULL || mine->bulk_flag == NULL || mine->gather_flag == NULL ||
       c->half == NULL || c->local_logits == NULL)
     return false;

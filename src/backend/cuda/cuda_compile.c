@@ -183,10 +183,8 @@ static bool make_workspaces(struct backend_program *p)
   size_t expanded = 0;
   for (int32_t i = 0; i < p->n_weights; i++) {
     const struct cuda_weight *w = &p->weights[i];
-    const bool is_narrow = w->channel != NULL && b->recipe != CUDA_RECIPE_W4A16 && p->has_e4m3;
-    if (w->form == CUDA_W4 && w != p->embed) expanded = most(expanded, (size_t)w->rows * padded(w->cols) * (is_narrow ? 1 : 2));
-    if (w->form == CUDA_W4 && w == p->embed && w == p->head)
-      expanded = most(expanded, (size_t)w->rows * padded(w->cols) * (is_narrow ? 1 : 2));
+    if (w->form == CUDA_W4 && (w != p->embed || w == p->head))
+      expanded = most(expanded, (size_t)w->rows * padded(w->cols) * (cuda_is_wide_e4m3(p, w) ? 1 : 2));
   }
   const size_t small = t < 384 ? t : 384; /* most tokens that are multiplied with split sums */
   ok = ok && (p->h = cuda_memory_alloc(b, p, t * (size_t)d->n_embd * sizeof(float))) != NULL;
@@ -203,7 +201,7 @@ static bool make_workspaces(struct backend_program *p)
        (p->slabs = cuda_memory_alloc(
             b, p, most(t * (size_t)d->n_embd, small * 8 * most((size_t)d->n_embd, (size_t)layer->qkv->rows)) * sizeof(float))) != NULL;
   ok = ok && (p->expanded = cuda_memory_alloc(b, p, expanded)) != NULL;
-  ok = ok && (p->logits = cuda_memory_alloc(b, p, (r + 16) * (size_t)d->n_vocab * sizeof(float))) != NULL;
+  ok = ok && (p->logits = cuda_memory_alloc(b, p, (size_t)cuda_lt_rows(p->max_rows) * (size_t)d->n_vocab * sizeof(float))) != NULL;
   ok = ok && (p->host_logits = cuda_pinned_alloc(b, p, r * (size_t)d->n_vocab * sizeof(float))) != NULL;
   ok = ok && (p->table = cuda_memory_alloc(b, p, r * (size_t)p->max_pages * sizeof(int32_t))) != NULL;
   ok = ok && (p->sample_rows = cuda_memory_alloc(b, p, r * sizeof *p->sample_rows)) != NULL;
@@ -264,6 +262,7 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
     status =
         sits_fail(err, SITS_NOMEM, "cuda: workspaces for %d tokens and %d sequences do not fit the device", p->max_tokens, p->max_rows);
   if (status == SITS_OK) status = make_slots(p, err);
+  if (status == SITS_OK) status = cuda_resident_load(p, err);
   if (status == SITS_OK) status = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream));
   if (status == SITS_OK) status = cuda_comm_open(p, err);
   if (status != SITS_OK) {

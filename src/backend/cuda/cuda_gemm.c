@@ -3,14 +3,17 @@
  *   weight                     rows of the step   activations             kernel
  *   4-bit                      1..16              f16 fragments           sits_k_w4a16
  *   4-bit, channel * integer   17..W4A8_MAX       s8 per token            sits_k_w4a8; from 65 on, k in one piece: sits_k_w4a8_tall
- *   4-bit, other groups of 128 17..W4A8_MAX       s8 per token and group  sits_k_w4a8_tall
  *                              more               e4m3 per token          expanded to e4m3 once a step, cuBLASLt with vector scales
- *   4-bit, other; or w4a16     17 and more        f16                     expanded to f16 once a step, cuBLASLt
+ *   the same, resident         17..W4A8_MAX_RESIDENT, more: the same, but what lies in memory is not expanded (cuda_resident.c)
+ *   4-bit, other groups of 128 17..W4A8_MAX       s8 per token and group  sits_k_w4a8_tall
+ *   4-bit, other; or w4a16     17 and more        f16                     expanded to f16 once a step or resident, cuBLASLt
  *   f16                        any                f16                     cuBLASLt
  */
 #include "backend/cuda/cuda_internal.h"
 
-#define W4A8_MAX 256
+#define W4A8_MAX 256          /* where e4m3 would have to be expanded first */
+#define W4A8_MAX_RESIDENT 160 /* where it lies in memory */
+#define FEW_ROWS 64           /* f16 so few is multiplied as it is */
 #define LT_ALIGN 16 /* e4m3 wants every dimension a multiple of this */
 
 enum lt_kind { LT_F16_F16, LT_F16_F32, LT_E4M3_F16, LT_E4M3_F32 };
@@ -33,7 +36,8 @@ struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_w
   if (is_narrow && w->channel == NULL && w->format == K_W4_G128 && n <= W4A8_MAX && has_sm90)
     return (struct k_act){.form = K_ACT_GROUP_S8, .data = p->act, .scale = p->act_scale, .tile = k_w4a8_group_tile(n)};
   if (is_narrow && w->channel != NULL) {
-    if (n <= W4A8_MAX && has_sm90) return (struct k_act){K_ACT_TILE_S8, p->act, p->act_scale, k_w4a8_tile(n), p->act_sum};
+    const int32_t most = w->resident != NULL && cuda_is_wide_e4m3(p, w) ? W4A8_MAX_RESIDENT : W4A8_MAX;
+    if (n <= most && has_sm90) return (struct k_act){K_ACT_TILE_S8, p->act, p->act_scale, k_w4a8_tile(n), p->act_sum};
     if (p->has_e4m3) return (struct k_act){K_ACT_ROW_E4M3, p->act, p->act_scale, 0};
   }
   return (struct k_act){K_ACT_ROW_F16, p->act, NULL, 0};
@@ -84,6 +88,7 @@ static bool lt_choose(struct backend *backend, struct cuda_lt_plan *plan, const 
   return ok && n_found == 1;
 }
 
+/* Plans lie in a table with open addressing; a place without an op is free. */
 static void lt_plan_fini(struct cuda_lt_plan *plan)
 {
   if (plan->op) cuda_blas.MatmulDescDestroy(plan->op);
@@ -95,18 +100,18 @@ static void lt_plan_fini(struct cuda_lt_plan *plan)
 
 void cuda_gemm_fini(struct backend_program *p)
 {
-  for (int32_t i = 0; i < p->n_lt_plans; i++) lt_plan_fini(&p->lt_plans[i]);
+  for (int32_t i = 0; i < CUDA_MAX_LT_PLANS; i++) lt_plan_fini(&p->lt_plans[i]);
   p->n_lt_plans = 0;
 }
 
 static struct cuda_lt_plan *lt_plan(struct backend_program *p, int32_t rows, int32_t cols, int32_t n, enum lt_kind kind)
 {
-  for (int32_t i = 0; i < p->n_lt_plans; i++) {
-    struct cuda_lt_plan *plan = &p->lt_plans[i];
+  if (p->n_lt_plans == CUDA_MAX_LT_PLANS / 2) cuda_gemm_fini(p); /* steps of many sizes: start over */
+  uint32_t at = ((uint32_t)rows * 31u + (uint32_t)cols * 17u + (uint32_t)kind) * 2654435761u >> 16;
+  at += (uint32_t)n / LT_ALIGN;
+  struct cuda_lt_plan *plan = &p->lt_plans[at % CUDA_MAX_LT_PLANS];
+  for (; plan->op != NULL; plan = &p->lt_plans[++at % CUDA_MAX_LT_PLANS])
     if (plan->rows == rows && plan->cols == cols && plan->n == n && plan->kind == (int)kind) return plan;
-  }
-  if (p->n_lt_plans == CUDA_MAX_LT_PLANS) cuda_gemm_fini(p); /* prompts of many lengths: start over */
-  struct cuda_lt_plan *plan = &p->lt_plans[p->n_lt_plans];
   *plan = (struct cuda_lt_plan){.rows = rows, .cols = cols, .n = n, .kind = (int)kind};
   if (!lt_describe(plan) || !lt_choose(p->backend, plan, p->act_scale)) {
     lt_plan_fini(plan);
@@ -126,7 +131,7 @@ static enum sits_status lt_multiply(struct backend_program *p, const struct cuda
                                     const struct k_act *x, bool is_f32, void *y, struct k_stream at)
 {
   const bool is_e4m3 = x->form == K_ACT_ROW_E4M3;
-  const int32_t cols = k_blocks(w->cols) * K_GROUP, n_padded = is_e4m3 ? (n + LT_ALIGN - 1) / LT_ALIGN * LT_ALIGN : n;
+  const int32_t cols = k_blocks(w->cols) * K_GROUP, n_padded = is_e4m3 || n > FEW_ROWS ? cuda_lt_rows(n) : n;
   const enum lt_kind kind = is_e4m3 ? is_f32 ? LT_E4M3_F32 : LT_E4M3_F16 : is_f32 ? LT_F16_F32 : LT_F16_F16;
   struct cuda_lt_plan *plan = lt_plan(p, w->rows, cols, n_padded, kind);
   const float one = 1.f, zero = 0.f;
@@ -229,9 +234,10 @@ enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *
   else {
     const void *weight = w->data;
     if (w->form == CUDA_W4) {
-      const struct k_expand expand = {w->data, w->format, w->rows, w->cols, w->channel, x->form == K_ACT_ROW_E4M3, p->expanded};
-      status = CUDA_CALL(p->backend, sits_k_expand(&expand, at));
-      weight = p->expanded;
+      const bool to_e4m3 = x->form == K_ACT_ROW_E4M3, is_kept = w->resident != NULL && to_e4m3 == cuda_is_wide_e4m3(p, w);
+      const struct k_expand expand = {w->data, w->format, w->rows, w->cols, w->channel, to_e4m3, p->expanded};
+      if (!is_kept) status = CUDA_CALL(p->backend, sits_k_expand(&expand, at));
+      weight = is_kept ? w->resident : p->expanded;
     }
     if (status == SITS_OK) status = lt_multiply(p, w, n, weight, x, is_f32, y, at);
   }

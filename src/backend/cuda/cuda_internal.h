@@ -10,7 +10,8 @@
  * Files: cuda.c (vtable, checks of a batch), cuda_memory.c (allocation, errors), cuda_weights.c (packing), cuda_compile.c (program to
  * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_blas.c
  * (cuBLASLt at run time), cuda_graph.c (captured steps),
- * cuda_kv.c (pages), cuda_kept.c (a long prompt's expanded keys), cuda_act.c (rounded activations).
+ * cuda_kv.c (pages), cuda_kept.c (a long prompt's expanded keys), cuda_act.c (rounded activations),
+ * cuda_resident.c (expanded weights that stay).
  */
 #ifndef SITS_BACKEND_CUDA_INTERNAL_H
 #define SITS_BACKEND_CUDA_INTERNAL_H
@@ -30,11 +31,12 @@
 #define CUDA_KEEP_FROM 1024         /* cached tokens of a sequence whose expanded keys are worth keeping for its next chunk */
 #define CUDA_GATHER_TOKENS 128      /* a sequence's gathered keys start at multiples of this */
 #define CUDA_LT_WORKSPACE (64u << 20)
-#define CUDA_MAX_LT_PLANS 256
+#define CUDA_MAX_LT_PLANS 1024         /* a power of two */
 #define CUDA_MAX_GRAPHS 64
 #define CUDA_IN_FLIGHT 2             /* batches submitted and not waited for */
 
 enum cuda_recipe { CUDA_RECIPE_AUTO, CUDA_RECIPE_W4A16, CUDA_RECIPE_W4A8 };
+enum cuda_prefill { CUDA_PREFILL_AUTO, CUDA_PREFILL_RESIDENT, CUDA_PREFILL_EXPAND };
 
 struct cuda_block { void *data; size_t bytes; bool is_pinned; const void *owner; };
 
@@ -42,6 +44,7 @@ struct backend {
   struct backend_options options;
   int32_t device, n_sm, compute_major;
   enum cuda_recipe recipe;
+  enum cuda_prefill prefill_weights;
   cudaStream_t stream;
   cublasLtHandle_t lt;
   void *lt_workspace;
@@ -62,6 +65,7 @@ struct cuda_weight {
   enum k_w4_format format;          /* CUDA_W4 */
   int32_t rows, cols;               /* rows as multiplied, interleave padding included */
   void *data;                       /* packed tiles, or f16 [rows][k_blocks*128] */
+  void *resident;                   /* expanded for steps of many tokens (cuda_resident.c), or NULL: each such step expands */
   float *channel;                   /* scales are channel * integer; NULL: not of that kind */
   float *bias;                      /* [rows] or NULL */
   const struct act_format *act;     /* how the LINEAR's input is rounded; NULL: as the backend likes */
@@ -205,9 +209,22 @@ enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *
 /* out = silu(gate) * up in the form that `next` wants, of rows of 8 gate, 8 up: one kernel where both sides are grouped s8. */
 enum sits_status cuda_gemm_swiglu(struct backend_program *p, const struct cuda_weight *w, const struct cuda_weight *next, int32_t n,
                                   const struct k_act *x, struct k_act *out, struct k_stream at) SITS_MUST_CHECK;
+/* Rows of activations that cuBLASLt is asked for where a step has n: few sizes, so that their plans are soon all there. Buffers that it
+ * writes hold that many; what it computes beyond n is not looked at. */
+static inline int32_t cuda_lt_rows(int32_t n)
+{
+  const int32_t unit = n <= 512 ? 16 : n <= 2048 ? 64 : 128; /* e4m3 wants a multiple of 16 */
+  return (n + unit - 1) / unit * unit;
+}
 /* Whether cuBLASLt takes e4m3 with vector scales; sets p->has_e4m3. */
 void cuda_gemm_probe(struct backend_program *p);
 void cuda_gemm_fini(struct backend_program *p);
+
+/* ---- cuda_resident.c ---- */
+/* Whether steps of many tokens multiply this 4-bit weight as e4m3; else as f16. */
+bool cuda_is_wide_e4m3(const struct backend_program *p, const struct cuda_weight *w);
+/* Expand what `prefill-weights` wants in memory; workspaces are there already. NOMEM names the option. */
+enum sits_status cuda_resident_load(struct backend_program *p, struct sits_error *err) SITS_MUST_CHECK;
 
 /* ---- cuda_run.c ---- */
 struct cuda_step {

@@ -224,6 +224,7 @@ static void render_gauges(const struct metrics *m, const struct engine_stats *e,
   gauge(m, out, "swap_pages_used", "Pages of preempted sequences in host memory.", e->n_host_pages_total - e->n_host_pages_free);
   gauge(m, out, "swap_pages_total", "Pages that host memory has room for (swap-space).", e->n_host_pages_total);
   gauge(m, out, "step_seconds", "Recent time of an engine step (moving average).", e->step_us_ewma / 1e6);
+  gauge(m, out, "step_serial_seconds", "Of that, time in which the device waits for the host (moving average).", e->serial_us_ewma / 1e6);
   gauge(m, out, "inter_token_latency_p99_seconds", "99th percentile over a sliding window of running streams.", e->itl_p99_us / 1e6);
 }
 

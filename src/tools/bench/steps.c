@@ -14,7 +14,7 @@
 #include "tools/bench/bench.h"
 
 struct steps_options {
-  const char *model, *device, *isa, *kv_cache_dtype, *chunks, *depths, *json;
+  const char *model, *device, *isa, *prefill_weights, *kv_cache_dtype, *chunks, *depths, *json;
   int64_t threads, decodes, context, rounds;
   bool rows;
 };
@@ -24,6 +24,8 @@ static const struct option_spec specs[] = {
     {"model", OPTION_STRING, AT(model), "", 0, 0, "", 0, NULL, "Options", "Model file or directory."},
     {"device", OPTION_ENUM, AT(device), "auto", 0, 0, "", 0, "auto|cpu|cuda", "Options", "Backend."},
     {"isa", OPTION_ENUM, AT(isa), "auto", 0, 0, "", 0, "auto|scalar|avx2|avx512", "Options", "CPU instruction set."},
+    {"prefill-weights", OPTION_ENUM, AT(prefill_weights), "auto", 0, 0, "", 0, "auto|resident|expand", "Options",
+     "4-bit weights of steps with many tokens (CUDA)."},
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4|fp4-sparse", "Options",
      "Cache codec."},
     {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
@@ -43,6 +45,7 @@ struct bench {
   const struct steps_options *options;
   struct runner runner;
   int32_t *tokens, *positions, *seq_start, *kv_len, *table, *rows;
+  struct backend_sample *samples; /* where the device draws, greedy; NULL: logits come back */
   int32_t pages_per_seq;
   struct backend_batch batch;
 };
@@ -64,7 +67,8 @@ static void add(struct bench *b, int32_t seq, int32_t from, int32_t n, bool want
 static void clear(struct bench *b)
 {
   b->batch = (struct backend_batch){.tokens = b->tokens, .positions = b->positions, .seq_start = b->seq_start, .kv_len = b->kv_len,
-                                    .row_token = b->rows, .table_stride = b->pages_per_seq, .block_table = b->table};
+                                    .row_token = b->rows, .table_stride = b->pages_per_seq, .block_table = b->table,
+                                    .sample = b->samples};
   b->seq_start[0] = 0;
 }
 
@@ -106,7 +110,8 @@ static bool open_bench(struct bench *b, int64_t longest_chunk, int64_t deepest)
   const int64_t longest = deepest + longest_chunk > o->context + 1 ? deepest + longest_chunk : o->context + 1;
   b->pages_per_seq = (int32_t)((longest + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
   const struct runner_options open = {.model_path = o->model, .device = o->device, .kv_codec = o->kv_cache_dtype,
-                                      .backend = {.n_threads = (int32_t)o->threads, .isa = o->isa, .max_batch_tokens = (int32_t)n_tokens,
+                                      .backend = {.n_threads = (int32_t)o->threads, .isa = o->isa, .prefill_weights = o->prefill_weights,
+                                                  .max_batch_tokens = (int32_t)n_tokens,
                                                   .max_seqs = (int32_t)(o->rows ? n_tokens : n_seqs)}};
   if (runner_open(&b->runner, &open, &err) || runner_kv_create(&b->runner, (int32_t)n_seqs * b->pages_per_seq, &err)) {
     fprintf(stderr, "%s\n", err.text);
@@ -115,10 +120,12 @@ static bool open_bench(struct bench *b, int64_t longest_chunk, int64_t deepest)
   b->tokens = mem_calloc((size_t)n_tokens, sizeof(int32_t));
   b->positions = mem_calloc((size_t)n_tokens, sizeof(int32_t));
   b->rows = mem_calloc((size_t)n_tokens, sizeof(int32_t));
+  const bool draws = b->runner.vtable->can_sample;
+  if (draws) b->samples = mem_calloc((size_t)n_tokens, sizeof *b->samples);
   b->seq_start = mem_calloc((size_t)n_seqs + 1, sizeof(int32_t));
   b->kv_len = mem_calloc((size_t)n_seqs, sizeof(int32_t));
   b->table = mem_calloc((size_t)(n_seqs * b->pages_per_seq), sizeof(int32_t));
-  return b->tokens && b->positions && b->rows && b->seq_start && b->kv_len && b->table;
+  return b->tokens && b->positions && b->rows && b->seq_start && b->kv_len && b->table && (b->samples || !draws);
 }
 
 static void close_bench(struct bench *b)
@@ -127,6 +134,7 @@ static void close_bench(struct bench *b)
   mem_free(b->tokens);
   mem_free(b->positions);
   mem_free(b->rows);
+  mem_free(b->samples);
   mem_free(b->seq_start);
   mem_free(b->kv_len);
   mem_free(b->table);

@@ -18,7 +18,7 @@
 #include "engine/runner.h"
 
 struct throughput_options {
-  const char *model, *device, *isa, *recipe, *kv_cache_dtype, *prefill, *batch, *json;
+  const char *model, *device, *isa, *recipe, *prefill_weights, *kv_cache_dtype, *prefill, *batch, *json;
   int64_t threads, tensor_parallel_size, context, steps, repeat, prompts, max_batch_tokens;
   bool unfused, print_plan, sample, no_graphs, one_device;
 };
@@ -29,6 +29,8 @@ static const struct option_spec specs[] = {
     {"device", OPTION_ENUM, AT(device), "auto", 0, 0, "", 0, "auto|cpu|cuda", "Options", "Backend."},
     {"isa", OPTION_ENUM, AT(isa), "auto", 0, 0, "", 0, "auto|scalar|avx2|avx512", "Options", "CPU instruction set."},
     {"recipe", OPTION_ENUM, AT(recipe), "auto", 0, 0, "", 0, "auto|w4a16|w4a8", "Options", "Activations beside 4-bit weights."},
+    {"prefill-weights", OPTION_ENUM, AT(prefill_weights), "auto", 0, 0, "", 0, "auto|resident|expand", "Options",
+     "4-bit weights of steps with many tokens (CUDA)."},
     {"sample", OPTION_BOOL, AT(sample), "false", 0, 0, "", 0, NULL, "Options", "Draw tokens on the device, greedy."},
     {"no-graphs", OPTION_BOOL, AT(no_graphs), "false", 0, 0, "", 0, NULL, "Options", "Launch kernels one by one (CUDA)."},
     {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
@@ -269,6 +271,7 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   struct runner_options open = {
       .model_path = options->model, .device = options->device, .kv_codec = options->kv_cache_dtype, .unfused = options->unfused,
       .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .recipe = options->recipe,
+          .prefill_weights = options->prefill_weights,
           .no_graphs = options->no_graphs, .n_ranks = (int32_t)options->tensor_parallel_size, .has_devices = options->one_device,
           .max_batch_tokens = (int32_t)most_tokens,
                   .max_seqs = (int32_t)most_seqs}};

@@ -219,6 +219,9 @@ static void test_bad_model(void **state)
   options = (struct instance_options){.model_path = model_path, .device = "cpu", .max_model_len = 1 << 20};
   assert_int_equal(instance_open(&options, &instance, &err), SITS_CONFIG);
   assert_string_equal(err.param, "max-model-len");
+  options = (struct instance_options){.model_path = model_path, .device = "cpu", .prefill_weights = "resident"};
+  assert_int_equal(instance_open(&options, &instance, &err), SITS_UNSUPPORTED);
+  assert_string_equal(err.param, "prefill-weights");
   options = (struct instance_options){.model_path = model_path, .device = "cpu", .max_model_len = 256, .kv_cache_bytes = 1};
   assert_int_equal(instance_open(&options, &instance, &err), SITS_CONFIG);
   assert_string_equal(err.param, "kv-cache-memory");
