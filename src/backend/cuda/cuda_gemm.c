@@ -12,7 +12,7 @@
 #include "backend/cuda/cuda_internal.h"
 
 #define W4A8_MAX 256          /* where e4m3 would have to be expanded first */
-#define W4A8_MAX_RESIDENT 160 /* where it lies in memory */
+#define W4A8_MAX_RESIDENT 128 /* where it lies in memory */
 #define FEW_ROWS 64           /* f16 so few is multiplied as it is */
 #define LT_ALIGN 16 /* e4m3 wants every dimension a multiple of this */
 
