@@ -313,8 +313,8 @@ static void run_prefill_weights(const char *recipe)
     bytes[i] = runner.vtable->program_bytes(runner.compiled);
     runner_close(&runner);
   }
-  verdict(!status && memcmp(logits[0], logits[1], vocab * sizeof **logits) == 0, "resident gives what expanding gives: status %d %s", status,
-          status ? err.text : "");
+  verdict(!status && memcmp(logits[0], logits[1], vocab * sizeof **logits) == 0, "resident gives what expanding gives: status %d %s",
+          status, status ? err.text : "");
   verdict(!status && bytes[1] > bytes[0] && bytes[2] >= bytes[0] && bytes[2] <= bytes[1], "bytes: %llu expand, %llu resident, %llu auto",
           (unsigned long long)bytes[0], (unsigned long long)bytes[1], (unsigned long long)bytes[2]);
   for (int i = 0; i < 3; i++) mem_free(logits[i]);

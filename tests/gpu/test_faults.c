@@ -15,7 +15,8 @@ enum { MOST_ALLOCATIONS = 400, STEPS = 6, FAULTY = 3 };
 enum { GOOD = 0, BAD = 1, REFUSED = 2, NO_DEVICE = 77 };
 
 static const struct runner_options options = {
-    .model_path = "synthetic:tiny", .device = "cuda", .kv_codec = "int4", .backend = {.max_batch_tokens = 64, .max_seqs = 4, .prefill_weights = "resident"}};
+    .model_path = "synthetic:tiny", .device = "cuda", .kv_codec = "int4",
+    .backend = {.max_batch_tokens = 64, .max_seqs = 4, .prefill_weights = "resident"}};
 
 static enum sits_status one_step(struct runner *runner, int32_t position)
 {
