@@ -32,9 +32,9 @@ const struct option_spec options_table[] = {
     FLT("gpu-memory-utilization", gpu_memory_utilization, "0.9", 0.05, 0.99, "fraction", "Device",
         "Share of the GPU's memory for weights, KV cache and workspaces together."),
     ENUM("prefill-weights", prefill_weights, "auto", "auto|resident|expand", "Device",
-         "4-bit weights on a GPU, for steps of many tokens. resident: also kept in 8 or 16 bits, which takes two or four times as much memory "
-         "again and makes chunks of prompts faster. expand: widened in each step. auto: resident for as many layers as a quarter of "
-         "the memory holds that is free beside weights and workspaces."),
+         "4-bit weights on a GPU, for steps of many tokens. resident: also kept in 8 or 16 bits, which takes two or four times as "
+         "much memory again and makes chunks of prompts faster. expand: widened in each step. auto: resident for as many layers as "
+         "a quarter of the memory holds that is free beside weights and workspaces."),
     INT("tensor-parallel-size", tensor_parallel_size, "1", 1, 8, "devices", "Device",
         "Devices of this machine that share the model: each holds a part of every layer's heads and channels. The sizes of the model "
         "must divide by it. On a CPU it only splits the threads, for comparison."),

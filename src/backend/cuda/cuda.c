@@ -56,8 +56,8 @@ static enum sits_status read_prefill_weights(struct backend *backend, struct sit
     backend->prefill_weights = (enum cuda_prefill)i;
     return SITS_OK;
   }
-  return sits_fail_param(err, SITS_INVALID_ARGUMENT, "prefill-weights", "cuda: prefill-weights '%.32s' is not one of auto, resident, expand",
-                         name);
+  return sits_fail_param(err, SITS_INVALID_ARGUMENT, "prefill-weights",
+                         "cuda: prefill-weights '%.32s' is not one of auto, resident, expand", name);
 }
 
 static enum sits_status init_kernels(void)
