@@ -59,7 +59,8 @@ void option_set_fini(struct option_set *set);
 /* Set one option from text. `origin` is named in errors. */
 enum sits_status option_assign(struct option_set *set, const char *name, const char *text, const char *origin, struct sits_error *err)
     SITS_MUST_CHECK;
-/* A mapping of names to scalars. */
+/* A mapping of names to scalars, OPTION_YAML_MAX_BYTES at most: more than a command line holds, escaped. */
+#define OPTION_YAML_MAX_BYTES (32u << 20)
 enum sits_status option_load_yaml(struct option_set *set, const char *path, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status option_parse_yaml(struct option_set *set, const char *text, size_t n_bytes, const char *origin, struct sits_error *err)
     SITS_MUST_CHECK;
@@ -72,6 +73,8 @@ bool option_is_set(const struct option_set *set, const char *name);
 
 /* The values now in force as YAML (secrets masked, what is unset as a comment) or, with sample, every option commented with help, range and
  * default. */
+/* The name of an option whose value YAML cannot hold, for it is not UTF-8 (a path may be); NULL: none. */
+const char *option_not_utf8(const struct option_set *set);
 bool option_write_yaml(const struct option_set *set, bool sample, struct buf *out);
 bool option_write_help(const struct option_set *set, struct buf *out);
 

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/utf8.h"
 #include "config/option.h"
 #include "config/option_internal.h"
 
@@ -51,15 +52,42 @@ static void append_wrapped(const char *text, const char *prefix, size_t width, s
   }
 }
 
+/* Characters that a YAML reader takes for ends of lines, or refuses. */
+static bool is_yaml_special(uint32_t c)
+{
+  return (c >= 0x7f && c < 0xa0) || c == 0x2028 || c == 0x2029 || c == 0xfeff || c == 0xfffe || c == 0xffff;
+}
+
+static void append_yaml_quoted(const char *text, struct buf *out)
+{
+  size_t n_bytes = strlen(text), length = 1;
+  buf_append_char(out, '"');
+  for (size_t at = 0; at < n_bytes; at += length) {
+    bool is_valid = utf8_sequence(text + at, n_bytes - at, &length) == UTF8_VALID;
+    uint32_t c = is_valid ? utf8_decode(text + at, n_bytes - at, &length) : 0;
+    if (is_yaml_special(c)) buf_printf(out, "\\u%04x", c);
+    else buf_append_json_escaped(out, text + at, length);
+  }
+  buf_append_char(out, '"');
+}
+
+const char *option_not_utf8(const struct option_set *set)
+{
+  for (int i = 0; i < set->n_specs; i++) {
+    char scratch[64];
+    const char *text = value_text(set, &set->specs[i], scratch, sizeof scratch);
+    if (text && !utf8_is_valid(text, strlen(text))) return set->specs[i].name;
+  }
+  return NULL;
+}
+
 /* Quote a string for YAML when it could be read as something else. */
 static void append_yaml_value(const struct option_spec *spec, const char *text, struct buf *out)
 {
   if (!text || !*text) {
     buf_append_text(out, "\"\"");
   } else if (spec->kind == OPTION_STRING) {
-    buf_append_char(out, '"');
-    buf_append_json_escaped(out, text, strlen(text));
-    buf_append_char(out, '"');
+    append_yaml_quoted(text, out);
   } else {
     buf_append_text(out, text);
   }

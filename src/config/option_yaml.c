@@ -27,20 +27,19 @@ static enum sits_status next_event(struct reader *reader, yaml_event_t *event, s
                    reader->parser.problem ? reader->parser.problem : "cannot be read");
 }
 
-/* Copy a scalar into text; refuse what is no plain short scalar. */
-static enum sits_status take_scalar(const struct reader *reader, const yaml_event_t *event, const char *what, char *text, size_t n_bytes,
-                                    struct sits_error *err)
+/* The event's text, which lives as long as it; refuse what is no scalar, or longer than n_most bytes. */
+static enum sits_status take_scalar(const struct reader *reader, const yaml_event_t *event, const char *what, size_t n_most,
+                                    const char **text, struct sits_error *err)
 {
   size_t line = event->start_mark.line + 1;
   if (event->type != YAML_SCALAR_EVENT)
     return sits_fail(err, SITS_CONFIG, "%.150s:%zu: expected %s, a single value", reader->origin, line, what);
   size_t n = event->data.scalar.length;
   const char *value = (const char *)event->data.scalar.value;
-  if (n >= n_bytes || memchr(value, 0, n))
+  if (n > n_most || memchr(value, 0, n))
     return sits_fail(err, SITS_CONFIG, "%.150s:%zu: %s is too long or holds a NUL", reader->origin, line, what);
-  memcpy(text, value, n);
-  text[n] = '\0';
-  if (event->data.scalar.style == YAML_PLAIN_SCALAR_STYLE && (strcmp(text, "~") == 0 || strcmp(text, "null") == 0)) text[0] = '\0';
+  bool is_null = event->data.scalar.style == YAML_PLAIN_SCALAR_STYLE && (strcmp(value, "~") == 0 || strcmp(value, "null") == 0);
+  *text = is_null ? "" : value; /* libyaml ends it with a NUL */
   return SITS_OK;
 }
 
@@ -58,8 +57,10 @@ static enum sits_status note_seen(struct reader *reader, const char *name, const
 
 static enum sits_status read_pair(struct reader *reader, const yaml_event_t *key, struct sits_error *err)
 {
-  char name[96], value[4096], at[256];
-  enum sits_status status = take_scalar(reader, key, "an option name", name, sizeof name, err);
+  enum { NAME_BYTES = 95 };
+  const char *name = NULL, *value = NULL;
+  char at[256];
+  enum sits_status status = take_scalar(reader, key, "an option name", NAME_BYTES, &name, err);
   if (status) return status;
   where(reader, key->start_mark.line, at, sizeof at);
   status = note_seen(reader, name, at, err);
@@ -67,9 +68,10 @@ static enum sits_status read_pair(struct reader *reader, const yaml_event_t *key
   yaml_event_t event;
   status = next_event(reader, &event, err);
   if (status) return status;
-  status = take_scalar(reader, &event, "the value of an option", value, sizeof value, err);
+  status = take_scalar(reader, &event, "the value of an option", OPTION_YAML_MAX_BYTES, &value, err);
+  if (!status) status = option_assign(reader->set, name, value, at, err);
   yaml_event_delete(&event);
-  return status ? status : option_assign(reader->set, name, value, at, err);
+  return status;
 }
 
 /* stream start, document start, mapping start, pairs, ends. An empty file is an empty mapping. */
@@ -112,7 +114,7 @@ enum sits_status option_load_yaml(struct option_set *set, const char *path, stru
   struct mapfile file;
   enum sits_status status = mapfile_open(&file, path, err);
   if (status) return status;
-  if (file.n_bytes > 1u << 20) status = sits_fail(err, SITS_CONFIG, "%.150s: larger than 1 MiB", path);
+  if (file.n_bytes > OPTION_YAML_MAX_BYTES) status = sits_fail(err, SITS_CONFIG, "%.150s: larger than 32 MiB", path);
   else status = option_parse_yaml(set, (const char *)file.data, file.n_bytes, path, err);
   mapfile_close(&file);
   return status;

@@ -51,7 +51,7 @@ const struct option_spec options_table[] = {
         "most attention stay. A page is 0.29 of f16's bytes. 0: half of the pages of max-model-len, so 15 % of f16's bytes. "
         "Prefix caching, swapping and speculation are off with fp4-sparse."),
     SIZE("kv-cache-memory", kv_cache_memory, "0", 0, 1e15, "KV cache",
-         "Memory for KV pages. 0: enough for max-num-seqs sequences of full length, "
+         "Memory for KV pages, a draft model's among them. 0: enough for max-num-seqs sequences of full length, "
          "but at most half of the free memory, or what gpu-memory-utilization leaves on a GPU."),
     BOOL("enable-prefix-caching", enable_prefix_caching, "true", "KV cache",
          "Keep the pages of finished prompts, so that a request with the same beginning does not read it again."),
@@ -128,6 +128,9 @@ const struct option_spec options_table[] = {
         "File that gets one hash-chained JSON line for each request but probes and scrapes: who, what, when, how much, outcome. "
         "Default: none. Check it with --verify-audit."),
     BOOL("audit-log-prompts", audit_log_prompts, "false", "Audit", "Write the prompts of generation calls into the audit log too."),
+    STR("audit-key-file", audit_key_file, "Audit",
+        "File with a secret of 32 bytes or more (openssl rand -hex 32), under which the log's hashes are made: who edits the log cannot "
+        "make them anew without it. Give it before --verify-audit too. Default: hashes without a key."),
     SIZE("audit-rotate-size", audit_rotate_size, "100M", 4096, 1e13, "Audit",
          "Size at which the audit log is closed, renamed with the number of its first line, and begun anew."),
     FLT("audit-rotate-s", audit_rotate_s, "86400", 1, 1e9, "s", "Audit", "Age at which the same is done."),
@@ -154,7 +157,9 @@ const struct options_word options_words[] = {
     {"hash-key", NULL, "Read a key from the standard input and print an entry for api-key-file.", OPTIONS_HASH_KEY},
     {"print-man", NULL, "Print the manual page, for man -l.", OPTIONS_PRINT_MAN},
     {"print-completion", NULL, "Print a file for bash's completion.", OPTIONS_PRINT_COMPLETION},
-    {"verify-audit", "FILE...", "Check audit logs, oldest first (PATH.* PATH), and name the first bad line.", OPTIONS_VERIFY_AUDIT},
+    {"verify-audit", "FILE...",
+     "Check audit logs, oldest first (PATH.* PATH), and name the first bad line; after --audit-key-file FILE under that key.",
+     OPTIONS_VERIFY_AUDIT},
 };
 const int options_n_words = sizeof options_words / sizeof options_words[0];
 
@@ -209,6 +214,8 @@ static enum sits_status check_together(struct options *options, const struct opt
     return sits_fail_param(err, SITS_CONFIG, "grpc-client-cafile", "grpc-client-cafile needs grpc-port, ssl-certfile and ssl-keyfile");
   if (options->audit_log_prompts && !options->audit_log)
     return sits_fail_param(err, SITS_CONFIG, "audit-log-prompts", "audit-log-prompts needs audit-log");
+  if (action == OPTIONS_RUN && options->audit_key_file && !options->audit_log)
+    return sits_fail_param(err, SITS_CONFIG, "audit-key-file", "audit-key-file needs audit-log");
   if (options->max_num_batched_tokens > 0 && options->max_num_batched_tokens < options->max_num_seqs)
     return sits_fail_param(err, SITS_CONFIG, "max-num-batched-tokens", "max-num-batched-tokens (%lld) must be at least max-num-seqs (%lld)",
                            (long long)options->max_num_batched_tokens, (long long)options->max_num_seqs);

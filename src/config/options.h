@@ -53,6 +53,7 @@ struct options {
   /* audit */
   const char *audit_log;            /* file, NULL: none is kept */
   bool audit_log_prompts;
+  const char *audit_key_file;       /* NULL: the chain has no key */
   int64_t audit_rotate_size;
   double audit_rotate_s;
   /* traces */

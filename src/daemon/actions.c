@@ -11,7 +11,12 @@
 static int print(enum options_action action, const struct option_set *set)
 {
   struct buf text;
-  buf_init(&text, 1u << 20);
+  const char *bad = action == OPTIONS_PRINT_CONFIG ? option_not_utf8(set) : NULL;
+  if (bad) {
+    fprintf(stderr, "sits2026d: %s is not UTF-8, which YAML must be\n", bad);
+    return 1;
+  }
+  buf_init(&text, OPTION_YAML_MAX_BYTES);
   bool ok = true;
   if (action == OPTIONS_VERSION) buf_append_text(&text, "sits2026d " SITS_VERSION "\n");
   else if (action == OPTIONS_HELP) ok = options_write_help(set, &text);
@@ -27,7 +32,10 @@ static int verify_audit(const struct options *options)
 {
   struct audit_report report;
   struct sits_error err = {0};
-  enum sits_status status = audit_verify((const char *const *)options->files, options->n_files, &report, &err);
+  struct audit_mac *mac = NULL;
+  enum sits_status status = options->audit_key_file ? audit_mac_open(options->audit_key_file, &mac, &err) : SITS_OK;
+  if (!status) status = audit_verify((const char *const *)options->files, options->n_files, mac, &report, &err);
+  audit_mac_close(mac);
   if (status) {
     fprintf(stderr, "sits2026d: %s\n", err.text);
     return 1;

@@ -43,7 +43,7 @@ static void observe(void *context, const struct api_record *record)
 
 static enum sits_status open_observers(struct service *service, const struct options *options, struct sits_error *err)
 {
-  struct audit_options audit = {.path = options->audit_log, .rotate_bytes = options->audit_rotate_size,
+  struct audit_options audit = {.path = options->audit_log, .key_file = options->audit_key_file, .rotate_bytes = options->audit_rotate_size,
                                 .rotate_us = (int64_t)(options->audit_rotate_s * 1e6), .queue_bytes = AUDIT_QUEUE_BYTES};
   enum sits_status status = options->audit_log ? audit_open(&audit, service->metrics, &service->audit, err) : SITS_OK;
   struct trace_options trace = {.endpoint = options->otlp_endpoint, .headers = options->otlp_headers,
@@ -321,15 +321,17 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
   served.max_model_len = info.max_model_len;
   served.loaded_bytes = info.weight_bytes;
   metrics_set_memory(service->metrics, &(struct metrics_memory){.codec = kv_codec_name(info.kv_codec), .page_bytes = info.page_bytes,
-                                                                .weight_bytes = info.weight_bytes, .kv_bytes = info.kv_bytes});
+                                                                .weight_bytes = info.weight_bytes, .kv_bytes = info.kv_bytes,
+                                                                .draft_weight_bytes = info.draft_weight_bytes,
+                                                                .draft_kv_bytes = info.draft_kv_bytes});
   status = api_model_set(service->api, &served, err);
   if (status) return status;
   publish(service, &info);
   log_info("daemon",
            "ready model=%s device=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d weights_mb=%.1f kv_pages=%d kv_mb=%.1f "
-           "open_ms=%.0f pack_ms=%.0f ms=%.0f",
+           "draft_kv_mb=%.1f open_ms=%.0f pack_ms=%.0f ms=%.0f",
            served.names[0], info.device_name, info.max_model_len, info.max_num_seqs, info.max_num_batched_tokens,
-           (double)info.weight_bytes / 1048576, info.n_pages, (double)info.kv_bytes / 1048576,
+           (double)info.weight_bytes / 1048576, info.n_pages, (double)info.kv_bytes / 1048576, (double)info.draft_kv_bytes / 1048576,
            (double)info.open_us / 1000, (double)info.compile_us / 1000, (double)(clock_monotonic_us() - start_us) / 1000);
   return SITS_OK;
 }
@@ -362,8 +364,8 @@ void service_drain(struct service *service)
   atomic_store(&service->is_wedged, false);
   health_set(&service->health, HEALTH_DRAINING);
   api_stop_admission(service->api);
-  http_server_quiesce(service->http);
-  rpc_server_quiesce(service->rpc);
+  http_server_drain(service->http);
+  rpc_server_drain(service->rpc);
 }
 
 bool service_wait_idle(struct service *service, int64_t timeout_us) { return api_wait_idle(service->api, timeout_us); }
@@ -372,6 +374,8 @@ bool service_close(struct service *service)
 {
   if (service->http) {
     service_drain(service);
+    http_server_quiesce(service->http);
+    rpc_server_quiesce(service->rpc);
     api_abort_all(service->api, SITS_UNAVAILABLE);
     api_wait_idle(service->api, FLUSH_US);
     http_server_wait_idle(service->http, FLUSH_US);

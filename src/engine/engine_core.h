@@ -101,7 +101,8 @@ struct engine_stats {
   double itl_p99_us;             /* sliding window over running streams */
   struct engine_histogram ttft_seconds, itl_seconds, tpot_seconds, e2e_seconds, queue_seconds, prefill_seconds, decode_seconds,
       scheduling_seconds, inference_seconds,
-      prompt_tokens_hist, generation_tokens_hist, max_tokens_hist, n_choices_hist, iteration_tokens_hist;
+      prompt_tokens_hist, generation_tokens_hist, max_tokens_hist, n_choices_hist, iteration_tokens_hist,
+      cancel_steps_hist;             /* steps begun after a cancellation was asked for and before it took effect */
 };
 
 struct engine_limits { int32_t max_model_len, max_prompt_tokens, max_num_seqs, n_vocab; };

@@ -91,6 +91,7 @@ struct sits_request {
   struct sits_request *cancel_next; /* [mutex inbox] */
   bool in_cancel_list;            /* [mutex inbox] */
   struct sits_request *cancel_todo; /* [loop] the list as drain_inbox took it */
+  uint64_t cancel_step;           /* [mutex inbox] while listed, then [loop]: steps begun when it was listed */
   _Atomic uint64_t cancelled[SITS_MAX_CHOICES / 64]; /* [atomic] bit per choice */
   _Atomic uint64_t stopped[SITS_MAX_CHOICES / 64];   /* [atomic] of those, the complete ones; set first */
   atomic_bool is_done;            /* [atomic] all finish events are out */
@@ -190,6 +191,7 @@ struct sits_engine {
   _Atomic uint64_t n_rejected_requests, n_rejected_tokens; /* [atomic] */
   atomic_int state;               /* [atomic] enum engine_state */
   _Atomic int64_t heartbeat_us;   /* [atomic] */
+  _Atomic uint64_t n_steps_begun; /* [atomic] batches submitted */
   pthread_t thread;
   bool has_thread;                /* owner thread */
 

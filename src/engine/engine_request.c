@@ -303,6 +303,7 @@ void sits_request_cancel(struct sits_request *request, int32_t choice)
   pthread_mutex_lock(&engine->inbox_mutex);
   if (!request->in_cancel_list) {
     request->in_cancel_list = true;
+    request->cancel_step = atomic_load(&engine->n_steps_begun);
     atomic_fetch_add(&request->n_refs, 1); /* the list's */
     request->cancel_next = engine->cancel_first;
     engine->cancel_first = request;

@@ -12,6 +12,7 @@ static const double LATENCY[] = {0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10
                                   120, 240, 480, 960, 1920, 7680};
 static const double TOKENS[] = {1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000};
 static const double CHOICES[] = {1, 2, 5, 10, 20};
+static const double CANCEL_STEPS[] = {0, 1, 2, 4, 8};
 static const double ITERATION[] = {1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384};
 
 #define SET_BOUNDS(histogram, table) \
@@ -37,6 +38,7 @@ void engine_stats_init(struct engine_stats *stats)
   SET_BOUNDS(&stats->max_tokens_hist, TOKENS);
   SET_BOUNDS(&stats->n_choices_hist, CHOICES);
   SET_BOUNDS(&stats->iteration_tokens_hist, ITERATION);
+  SET_BOUNDS(&stats->cancel_steps_hist, CANCEL_STEPS);
 }
 
 void engine_observe(struct engine_histogram *histogram, double value)

@@ -21,12 +21,15 @@ static void add_request(struct sits_engine *engine, struct sits_request *request
 
 static void cancel_request(struct sits_engine *engine, struct sits_request *request)
 {
+  int32_t n_before = request->n_unfinished;
   for (int32_t i = request->n_choices - 1; i >= 0; i--) {
     struct engine_choice *choice = &request->choices[i];
     if (choice->is_done || !engine_is_cancelled(request, i)) continue;
     if (engine_is_stopped(request, i)) engine_finish(engine, choice, SITS_FINISH_STOP, SITS_OK, -1);
     else engine_finish(engine, choice, SITS_FINISH_CANCELLED, SITS_CANCELLED, -1);
   }
+  if (request->n_unfinished == n_before) return; /* their ends came first */
+  engine_observe(&engine->stats.cancel_steps_hist, (double)(atomic_load(&engine->n_steps_begun) - request->cancel_step));
 }
 
 static void add_all(struct sits_engine *engine, struct sits_request *request)
@@ -132,6 +135,7 @@ static void forward_and_sample(struct sits_engine *engine)
     int64_t serial_us = started_us - engine->last_step_end_us - engine->plan.sliced_us;
     engine->stats.serial_us_ewma += 0.1 * ((double)serial_us - engine->stats.serial_us_ewma);
   }
+  atomic_fetch_add(&engine->n_steps_begun, 1);
   enum sits_status status = engine_submit_batch(engine);
   if (status == SITS_OK && engine->options.overlap) overlap(engine);
   if (status == SITS_OK) status = engine_wait_batch(engine, &result);
@@ -169,6 +173,7 @@ bool engine_step(struct sits_engine *engine)
   expire(engine);
   engine_hold_full(engine);
   engine_draft(engine);
+  if (engine->draft_us > 0) drain_inbox(engine); /* a draft model took a while: who left meanwhile is not planned */
   engine_plan(engine);
   bool has_work = engine->plan.n_items > 0 || engine->plan.slice.id >= 0;
   if (engine->plan.slice.id >= 0) run_slice(engine);

@@ -79,8 +79,22 @@ static int32_t pages_of_one(const struct instance *instance, int32_t length)
   return budget > 0 && budget < n ? budget : n;
 }
 
-/* Pages: as many as the memory allows, not more than max_num_seqs sequences of full length can use, at least one sequence's worth when
- * the length was asked for. The model's length is cut to what the pages hold when it was not. */
+static int32_t draft_length(const struct instance *instance, int32_t length)
+{
+  const int32_t most = instance->draft.model->config.max_context;
+  return length < most ? length : most;
+}
+
+/* Pages of the draft model: for as many sequences as are ever drafted for at once. 0 without one. */
+static int32_t draft_pages(const struct instance *instance, int32_t length)
+{
+  const struct instance_options *o = &instance->options;
+  if (!instance->draft.model) return 0;
+  return (o->spec_max_running < o->max_num_seqs ? o->spec_max_running : o->max_num_seqs) * pages_for(draft_length(instance, length));
+}
+
+/* Pages: as many as the memory allows (a draft model's come out of it too), not more than max_num_seqs sequences of full length can use, at
+ * least one sequence's worth when the length was asked for. The model's length is cut to what the pages hold when it was not. */
 static enum sits_status size_pages(struct instance *instance, struct sits_error *err)
 {
   struct instance_options *o = &instance->options;
@@ -95,15 +109,18 @@ static enum sits_status size_pages(struct instance *instance, struct sits_error 
   struct backend_info device;
   r->vtable->info(r->backend, &device);
   uint64_t bytes = o->kv_cache_bytes ? o->kv_cache_bytes : bytes_for_pages(o, &device);
+  const uint64_t draft_bytes = (uint64_t)draft_pages(instance, length) * instance->draft.page_bytes;
+  bytes = bytes > draft_bytes ? bytes - draft_bytes : 0;
   uint64_t n_pages = bytes / r->page_bytes, needed = (uint64_t)pages_of_one(instance, length) * (uint64_t)o->max_num_seqs;
   if (n_pages > needed) n_pages = needed;
   if (n_pages > MAX_PAGES) n_pages = MAX_PAGES;
   bool is_short = n_pages < (uint64_t)pages_of_one(instance, length);
   if (n_pages == 0 || (is_short && o->max_model_len > 0)) {
     return sits_fail_param(err, SITS_CONFIG, "kv-cache-memory",
-                           "one sequence of %d tokens needs %llu bytes of cache, %llu are there; lower max-model-len or raise the cache",
+                           "one sequence of %d tokens needs %llu bytes of cache, %llu are there beside %llu for a draft model; lower "
+                           "max-model-len or raise the cache",
                            length, (unsigned long long)r->page_bytes * (unsigned long long)pages_of_one(instance, length),
-                           (unsigned long long)bytes);
+                           (unsigned long long)bytes, (unsigned long long)draft_bytes);
   }
   if (is_short) {
     int32_t holds = (int32_t)n_pages * KV_PAGE_TOKENS;
@@ -115,7 +132,7 @@ static enum sits_status size_pages(struct instance *instance, struct sits_error 
   return SITS_OK;
 }
 
-/* The draft model, and pages for as many sequences as are ever drafted for at once. Sets spec_max_running, which the engine would. */
+/* The draft model without its pages. Sets spec_max_running, which the engine would. */
 static enum sits_status open_draft(struct instance *instance, const char *path, struct sits_error *err)
 {
   struct instance_options *o = &instance->options;
@@ -130,12 +147,16 @@ static enum sits_status open_draft(struct instance *instance, const char *path, 
   if (strcmp(r->vtable->name, "cpu") != 0)
     return sits_fail_param(err, SITS_UNSUPPORTED, "draft-model", "draft-model runs on the cpu backend only, not on %s", r->vtable->name);
   if (o->spec_max_running <= 0) o->spec_max_running = 8;
-  enum sits_status status = runner_open_draft(&instance->draft, r, path, err);
-  if (status != SITS_OK) return status;
-  int32_t n_slots = o->spec_max_running < o->max_num_seqs ? o->spec_max_running : o->max_num_seqs, length = instance->info.max_model_len;
-  if (length > instance->draft.model->config.max_context) length = instance->draft.model->config.max_context;
-  instance->draft_length = length;
-  return runner_kv_create(&instance->draft, n_slots * pages_for(length), err);
+  return runner_open_draft(&instance->draft, r, path, err);
+}
+
+static enum sits_status create_draft_pages(struct instance *instance, struct sits_error *err)
+{
+  const int32_t n_pages = draft_pages(instance, instance->info.max_model_len);
+  instance->draft_length = draft_length(instance, instance->info.max_model_len);
+  instance->info.draft_kv_bytes = (uint64_t)n_pages * instance->draft.page_bytes;
+  instance->info.draft_weight_bytes = instance->draft.vtable->program_bytes(instance->draft.compiled);
+  return runner_kv_create(&instance->draft, n_pages, err);
 }
 
 static enum sits_status create_engine(struct instance *instance, struct sits_error *err)
@@ -192,9 +213,10 @@ enum sits_status instance_open(const struct instance_options *options, struct in
                   .max_batch_tokens = instance->options.max_num_batched_tokens, .max_seqs = instance->options.max_num_seqs}};
   memcpy(runner.backend.devices, options->devices, sizeof runner.backend.devices);
   enum sits_status status = runner_open(&instance->runner, &runner, err);
+  if (status == SITS_OK && options->draft_model_path) status = open_draft(instance, options->draft_model_path, err);
   if (status == SITS_OK) status = size_pages(instance, err);
   if (status == SITS_OK) status = runner_kv_create(&instance->runner, instance->info.n_pages, err);
-  if (status == SITS_OK && options->draft_model_path) status = open_draft(instance, options->draft_model_path, err);
+  if (status == SITS_OK && options->draft_model_path) status = create_draft_pages(instance, err);
   if (status == SITS_OK) status = create_engine(instance, err);
   if (status != SITS_OK) {
     instance_close(instance);

@@ -31,7 +31,8 @@ struct instance_options {
   int32_t max_model_len;            /* 0 = the model's own, capped by what the page memory holds */
   int32_t max_num_seqs;             /* 0 = 64 on cpu, 256 on cuda */
   int32_t max_num_batched_tokens;   /* 0 = 512 on cpu, 8192 on cuda */
-  uint64_t kv_cache_bytes;          /* 0 = from free memory (see below), never more than max_num_seqs full sequences need */
+  uint64_t kv_cache_bytes;          /* 0 = from free memory (see below), never more than max_num_seqs full sequences need; a draft model's
+                                       pages come out of it */
   double gpu_memory_utilization;    /* share of a GPU's memory for weights, workspaces and pages together when kv_cache_bytes is 0;
                                        0 = 0.9. On a CPU pages take half of the free memory. */
   const char *kv_codec;             /* "auto" (f16), "f16", "int8", "int4", "fp4", "fp4-sparse"; NULL = auto */
@@ -56,6 +57,7 @@ struct instance_info {
   char device_name[64];
   uint64_t weight_bytes;            /* program: weights and workspaces on the device */
   uint64_t kv_bytes;                /* page memory */
+  uint64_t draft_weight_bytes, draft_kv_bytes; /* of the draft model; 0 without one */
   uint64_t page_bytes;
   int32_t n_pages;
   int32_t page_budget;              /* 0 = none */

@@ -14,7 +14,8 @@ from grpc_client import channel, grpc, pb, start_both, stubs
 from grpc_health.v1 import health_pb2
 
 KEYS = {name: f"{name}-key-{'0123456789' * 2}" for name in
-        ("worker", "scraper", "admin", "spent", "tokens", "calls", "short", "narrow", "alpha", "beta", "late")}
+        ("worker", "scraper", "admin", "spent", "tokens", "calls", "short", "narrow", "alpha", "beta", "late",
+         "guess0", "guess1", "guess2", "guess3")}
 COLUMNS = ("no key", "unknown key", "key without the role", "over its quota")
 
 
@@ -28,7 +29,8 @@ def entry(name, salt=None, **fields):
 ENTRIES = {"worker": entry("worker"), "scraper": entry("scraper", roles=["metrics"]), "admin": entry("admin", roles=["admin"]),
            "spent": entry("spent", roles=["inference", "metrics"], requests_per_minute=1), "tokens": entry("tokens", tokens_per_minute=60),
            "calls": entry("calls", concurrent_calls=1), "short": entry("short", max_tokens=5),
-           "narrow": entry("narrow", models=["other"], classes=["low"]), "alpha": entry("alpha"), "beta": entry("beta")}
+           "narrow": entry("narrow", models=["other"], classes=["low"]), "alpha": entry("alpha"), "beta": entry("beta"),
+           **{f"guess{i}": entry(f"guess{i}", requests_per_minute=2) for i in range(4)}}
 
 
 def write(path, entries):
@@ -126,6 +128,19 @@ def test_every_route_answers_the_right_key(server, route):
         assert ask(server, route, bearer(key)) == want.get(route, "200" if " " in route else "OK")
 
 
+def test_several_keys_in_one_request_are_refused(server):
+    """A proxy may have checked another one of them than this server would."""
+    name, value = next(iter(bearer("worker").items()))
+    for path in ("/v1/models", "/health"):
+        line = f"{name}: {value}\r\n"
+        status, _, data = server.raw(f"GET {path} HTTP/1.1\r\nHost: t\r\n{line}{line}Connection: close\r\n\r\n".encode())
+        assert status == 400 and "more than one Authorization" in json.loads(data)["error"]["message"]
+    with channel(server) as ch:
+        with pytest.raises(grpc.RpcError) as caught:
+            stubs.InferenceStub(ch).ListModels(pb.ListModelsRequest(), metadata=[("authorization", value), ("authorization", value)])
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT and "authorization" in caught.value.details()
+
+
 def test_the_table_has_every_route():
     routes = re.findall(r'^  \{"(/[^"]*)"', (ROOT / "src/front/http/http_routes.c").read_text(), re.M)
     assert len(routes) > 10
@@ -138,6 +153,17 @@ def test_the_table_has_every_route():
 
 
 # ---- quotas ----
+
+
+@pytest.mark.parametrize("key,ask_wrongly,want", [
+    ("guess0", lambda server, headers: server.get("/any/other", headers)[0], [404, 404, 429]),
+    ("guess1", lambda server, headers: server.post("/version", {}, headers)[0], [405, 405, 429]),
+    ("guess2", lambda server, headers: server.get("/metrics", headers)[0], [403, 403, 429]),
+    ("guess3", lambda server, headers: ask_grpc(server, "any.Other/Method", headers), ["UNIMPLEMENTED"] * 2 + ["RESOURCE_EXHAUSTED"])])
+def test_what_is_asked_wrongly_counts_too(server, key, ask_wrongly, want):
+    """Whoever guesses routes with a key pays for it as for anything else."""
+    assert [ask_wrongly(server, bearer(key)) for _ in range(3)] == want
+    assert server.get("/version", bearer(key))[0] == 429
 
 
 def check_limited(status, headers, data, text):

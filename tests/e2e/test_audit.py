@@ -157,10 +157,41 @@ def test_prompts_only_by_option_and_the_chain_over_restarts(tmp_path_factory):
     assert f"{files[2]}: line 1" in verify(*files).stderr
 
 
+def test_under_a_key(tmp_path_factory):
+    """The chain verifies with the key only; a start with another one is refused; forged hashes and heads are found."""
+    folder = tmp_path_factory.mktemp("audit")
+    path, key = folder / "audit.log", folder / "key"
+    key.write_text("5b" * 32 + "\n")
+    for _ in range(2):
+        server = start(tmp_path_factory, TINY, "--audit-log", path, "--audit-key-file", key)
+        assert server.complete("a", max_tokens=1)[0] == 200
+        assert server.stop() == 0
+    assert len(lines(path)[0]["mac_key"]) == 16 and "5b" * 8 not in path.read_text() + server.text()
+
+    def verify_keyed(key):
+        return subprocess.run([BIN / "sits2026d", "--audit-key-file", key, "--verify-audit", path], capture_output=True, text=True)
+    done = verify_keyed(key)
+    assert done.returncode == 0 and "ok: " in done.stdout, done.stderr
+    assert verify(path).returncode == 1 and "audit-key-file" in verify(path).stderr
+    other = folder / "other"
+    other.write_text("5c" * 32)
+    assert verify_keyed(other).returncode == 1 and verify_keyed(folder / "none").returncode == 1
+    done = subprocess.run([BIN / "sits2026d", "--model", TINY, "--port", "0", "--audit-log", path, "--audit-key-file", other],
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and "under this key" in done.stderr
+    line = path.read_text().splitlines()[1]
+    forged = line.replace('"tenant":""', '"tenant":"x"')
+    forged = forged[:-66] + hashlib.sha256(forged[:-75].encode()).hexdigest() + '"}'
+    path.write_text(path.read_text().replace(line, forged))
+    assert "line 2 was changed" in verify_keyed(key).stderr
+
+
 def test_wrong_use_is_refused(tmp_path):
     (tmp_path / "alien").write_text("hello\n")
     for options, text in (([("--audit-log"), tmp_path / "alien"], "no line of an audit log"),
-                          (["--audit-log", tmp_path / "no/where"], "No such file"), (["--audit-log-prompts"], "needs audit-log")):
+                          (["--audit-log", tmp_path / "no/where"], "No such file"), (["--audit-log-prompts"], "needs audit-log"),
+                          (["--audit-key-file", tmp_path / "alien"], "needs audit-log"),
+                          (["--audit-log", tmp_path / "new", "--audit-key-file", tmp_path / "alien"], "32 to 4096 bytes")):
         done = subprocess.run([BIN / "sits2026d", "--model", str(TINY), "--port", "0", *map(str, options)], capture_output=True, text=True)
         assert done.returncode == 1 and text in done.stderr, done.stderr
     assert "needs files" in verify().stderr

@@ -112,11 +112,18 @@ def test_contract_60_sigterm_lets_requests_finish(launch):
     keep.sendall(b"GET /health/ready HTTP/1.1\r\nHost: t\r\n\r\n")
     status, headers, data = read_response(file)
     assert status == 503 and json.loads(data)["status"] == "draining" and headers["connection"] == "close"
-    with pytest.raises(ConnectionRefusedError):
-        server.connect()
+    status, headers, data = server.get("/health/ready")  # and so does a fresh one, as a kubelet's probe makes it
+    assert status == 503 and json.loads(data)["status"] == "draining" and headers["connection"] == "close"
+    assert server.get("/health/live")[0] == 200
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        status, headers, data = server.post(path, json.dumps(body).encode())
+        assert status == 503 and json.loads(data)["error"]["code"] == "unavailable" and headers["connection"] == "close"
+    assert server.metric("num_requests_running") > 0
     for thread in threads:
         thread.join()
     assert server.process.wait(20 * SLOW) == 0
+    with pytest.raises(ConnectionRefusedError):
+        server.connect()
     assert len(out) == 20
     for status, payloads in out:
         assert status == 200 and payloads[-1] == "[DONE]" and json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"

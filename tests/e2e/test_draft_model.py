@@ -32,6 +32,25 @@ def test_same_answers(tmp_path):
     assert drafted.stop() == 0
 
 
+@pytest.mark.skipif(not TINY.exists(), reason="no tiny model")
+def test_its_pages_come_out_of_the_cache_memory(tmp_path):
+    def memory(server, use):
+        return server.metric("device_memory_bytes", use=use)
+    limit = 16 << 20
+    plain = Server(TINY, tmp_path / "plain", "--device", "cpu", "--kv-cache-memory", limit)
+    page, alone = plain.metric("kv_page_bytes"), memory(plain, "kv_pages")
+    assert limit - page < alone <= limit and 'use="draft' not in plain.get("/metrics")[2].decode()
+    assert plain.stop() == 0
+    drafted = Server(TINY, tmp_path / "drafted", "--device", "cpu", "--draft-model", TINY, "--kv-cache-memory", limit)
+    draft = memory(drafted, "draft_kv_pages")
+    assert draft >= 8 * page and memory(drafted, "draft_weights") > 0
+    assert limit - page < memory(drafted, "kv_pages") + draft <= limit
+    assert drafted.stop() == 0
+    run = subprocess.run([BIN / "sits2026d", "--model", TINY, "--draft-model", TINY, "--device", "cpu", "--port", "0",
+                          "--max-model-len", "512", "--kv-cache-memory", str(int(draft))], capture_output=True, text=True)
+    assert run.returncode == 1 and f"0 are there beside {int(draft)} for a draft model" in run.stderr, run.stderr[-500:]
+
+
 @pytest.mark.skipif(not (TINY.exists() and SMOL.exists()), reason="no two models")
 def test_another_tokenizer_is_refused(tmp_path):
     run = subprocess.run([BIN / "sits2026d", "--model", TINY, "--draft-model", SMOL, "--device", "cpu", "--port", "0"], capture_output=True,

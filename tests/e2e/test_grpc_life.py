@@ -1,5 +1,6 @@
 """gRPC calls' and the front end's life: health, reflection, deadlines, cancellation, limits, keys, keepalive, load, draining, TLS."""
 import concurrent.futures
+import json
 import os
 import re
 import resource
@@ -285,6 +286,43 @@ def test_cancel_frees_pages_within_one_step(slow):
     assert sorted(extra)[2] <= 2, extra  # one that ran when the counter was read, one when the cancellation arrived
 
 
+def leave_http(server):
+    body = json.dumps({"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 4}).encode()
+    with server.connect() as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+                     b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert b"data: " in sock.recv(65536) + sock.recv(65536)
+
+
+def leave_grpc(server):
+    with channel(server) as ch:
+        stream = stubs.InferenceStub(ch).GenerateStream(pb.GenerateRequest(**LONG))
+        next(stream)
+        stream.cancel()
+
+
+def abort(server):
+    with channel(server) as ch:
+        stub = stubs.InferenceStub(ch)
+        stream = stub.GenerateStream(pb.GenerateRequest(**LONG), metadata=[("x-request-id", "to-abort")])
+        next(stream)
+        assert stub.Abort(pb.AbortRequest(request_id="to-abort")).aborted == 1
+
+
+@pytest.mark.parametrize("leave", [leave_grpc, leave_http, abort])
+def test_a_cancellation_takes_effect_before_the_next_plan(slow, leave):
+    """As the engine itself counts: from being told, which the front end does at once, to the call's pages being free, no step begins. One
+    may, where the news come between the look at them and the start of the step that was planned meanwhile."""
+    def counts():
+        return [slow.metric("cancellation_steps_count"), *(slow.metric("cancellation_steps_bucket", le=le) for le in "01")]
+    n, before = 12, counts()
+    for _ in range(n):
+        leave(slow)
+    slow.wait_quiet(5 * SLOW)
+    total, none, one = (after - first for after, first in zip(counts(), before))
+    assert total == n == one and none >= n - 2, (total, none, one)
+
+
 def test_deadlines_end_the_work(slow):
     with channel(slow) as ch:
         stub = stubs.InferenceStub(ch)
@@ -473,6 +511,24 @@ def test_past_the_grace_calls_end_with_unavailable(begin, second_signal):
             assert error.code() == grpc.StatusCode.UNAVAILABLE and dict(error.trailing_metadata())["sits-error-code"] == "unavailable"
         assert whole.exception(timeout=20).code() == grpc.StatusCode.UNAVAILABLE
         assert server.process.wait(20 * SLOW) == 0 and time.time() - start < 6 * SLOW
+
+
+def test_a_library_that_does_not_stop_ends_the_process_with_status_1(tmp_path, begin):
+    """The library promises that its shutdown ends. Here one in front of it keeps that to itself: nothing is freed under its hands, and
+    after half a minute the process ends by itself and says why."""
+    (tmp_path / "shim.c").write_text("void grpc_server_shutdown_and_notify(void *server, void *queue, void *tag) {}\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "shim.so", tmp_path / "shim.c"], check=True)
+    env = {"LD_PRELOAD": str(tmp_path / "shim.so"), "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":verify_asan_link_order=0"}
+    server = begin(TINY, "--shutdown-timeout-s", 1, env=env)
+    with channel(server) as ch:
+        assert stubs.InferenceStub(ch).Generate(pb.GenerateRequest(prompt=["a"], max_tokens=1)).usage.completion_tokens == 1
+        watch = health_pb2_grpc.HealthStub(ch).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == SERVING
+        server.process.send_signal(signal.SIGTERM)
+        assert next(watch).status == NOT_SERVING
+        assert failure(lambda: watch).code() == grpc.StatusCode.UNAVAILABLE  # its clients were told all the same
+    assert server.process.wait(60 * SLOW) == 1
+    assert "the library is up" in server.text() and "not everything could be stopped" in server.text()
 
 
 def test_two_daemons_cannot_share_a_port(server):

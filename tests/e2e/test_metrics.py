@@ -30,9 +30,9 @@ OURS = {
                 "class_prompt_tokens_cached", "class_generation_tokens", "tenant_requests", "tenant_prompt_tokens",
                 "tenant_prompt_tokens_cached", "tenant_generation_tokens", "audit_lines", "audit_lines_lost", "audit_write_errors",
                 "trace_spans_exported", "trace_spans_dropped", "submissions_refused", "prompt_tokens_computed", "num_preemptions_swapped"],
-    "histogram": ["request_stage_seconds", "delivery_latency_seconds"],
+    "histogram": ["request_stage_seconds", "delivery_latency_seconds", "cancellation_steps"],
 }
-STAGES = ["receive", "prepare", "queue", "prefill", "decode", "finish"]
+STAGES = ["receive", "prepare", "queue", "prefill", "decode", "delivery"]
 FAKE_NVML = r"""
 #include <string.h>
 struct utilization { unsigned gpu, memory; };

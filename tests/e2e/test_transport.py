@@ -229,8 +229,13 @@ def test_rolling_restart_loses_none_of_200_streams(begin):
         assert old.process.poll() is None  # it still works on what it has
         late = grpc_code(channels[1])
         assert late == "UNAVAILABLE"
-        with pytest.raises(ConnectionRefusedError):
-            old.connect()
+        for _ in range(5):  # fresh connections too
+            status, headers, data = old.get("/health/ready")
+            assert status == 503 and json.loads(data)["status"] == "draining" and headers["connection"] == "close"
+            assert old.post("/v1/completions", body)[0] == 503
+        with channel(old) as fresh:
+            assert health_pb2_grpc.HealthStub(fresh).Check(health_pb2.HealthCheckRequest()).status == NOT_SERVING
+            assert grpc_code(fresh) == "UNAVAILABLE"
         assert new.complete(max_tokens=2)[0] == 200
         assert [f.result() for f in http] == [(200, "[DONE]", 1)] * n_each
         assert [f.result() for f in rpcs] == [n_tokens] * n_each

@@ -3,7 +3,7 @@
  * Words: a key is the secret that a client sends. A grant is what one key's entry allows, held by each request that came with it. A
  * tenant is who the key belongs to; several keys may have one tenant. A route names the roles of which a key needs one.
  *
- * Life of a request: access_identify (which key is it?) -> access_admit (role, requests a minute) -> for generation also
+ * Life of a request: access_identify (which key is it?) -> access_admit (requests a minute, role) -> for generation also
  * access_start_call (tokens a minute, calls at once) and access_end_call -> access_release.
  *
  * Rules
@@ -45,7 +45,8 @@ bool access_is_open(const struct access *access); /* no keys: everyone may do ev
 /* The grant of an authorization value ("Bearer KEY", the scheme in any case; NULL: none was sent). SITS_UNAUTHENTICATED when it is none of
  * ours; *out is NULL then, and also when access is open. Costs one digest for a key that was seen lately, one per entry otherwise. */
 enum sits_status access_identify(struct access *access, const char *authorization, struct access_grant **out) SITS_MUST_CHECK;
-/* Whether a route that needs one of these roles may be used now; counts as a request. SITS_PERMISSION_DENIED, SITS_RATE_LIMITED. */
+/* Whether a route that needs one of these roles may be used now. Counts as a request, whatever comes of it. SITS_RATE_LIMITED,
+ * SITS_PERMISSION_DENIED. */
 enum sits_status access_admit(struct access_grant *grant, unsigned roles, struct sits_error *err) SITS_MUST_CHECK;
 
 /* A call's share. SITS_RATE_LIMITED: too many calls or tokens for now; SITS_PERMISSION_DENIED: more tokens than a minute can ever give. */

@@ -19,10 +19,9 @@ static int64_t time_until(const struct access_bucket *bucket, int64_t limit, dou
   return bucket->level >= level ? 0 : (int64_t)((level - bucket->level) * MINUTE_US / (double)limit) + 1;
 }
 
-enum sits_status access_admit(struct access_grant *grant, unsigned roles, struct sits_error *err)
+/* One request of this minute's. */
+static enum sits_status take_request(struct access_grant *grant, struct sits_error *err)
 {
-  if (!grant) return SITS_OK;
-  if (!access_has_role(grant, roles)) return sits_fail(err, SITS_PERMISSION_DENIED, "this key's roles do not include what is asked for");
   if (!grant->requests_per_minute) return SITS_OK;
   struct access_account *account = grant->account;
   pthread_mutex_lock(&account->mutex);
@@ -33,6 +32,15 @@ enum sits_status access_admit(struct access_grant *grant, unsigned roles, struct
   if (is_allowed) return SITS_OK;
   return sits_fail(err, SITS_RATE_LIMITED, "this key's limit of %lld requests per minute is reached",
                    (long long)grant->requests_per_minute);
+}
+
+enum sits_status access_admit(struct access_grant *grant, unsigned roles, struct sits_error *err)
+{
+  if (!grant) return SITS_OK;
+  enum sits_status status = take_request(grant, err);
+  if (!status && !access_has_role(grant, roles))
+    status = sits_fail(err, SITS_PERMISSION_DENIED, "this key's roles do not include what is asked for");
+  return status;
 }
 
 enum sits_status access_start_call(struct access_grant *grant, int64_t n_prompt_tokens, struct sits_error *err)

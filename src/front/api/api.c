@@ -98,6 +98,7 @@ enum sits_status api_prompt_messages(struct api *api, const struct api_request *
 }
 
 void api_stop_admission(struct api *api) { atomic_store(&api->is_admitting, false); }
+bool api_is_admitting(const struct api *api) { return atomic_load(&api->is_admitting); }
 
 int64_t api_n_active(const struct api *api)
 {
@@ -127,6 +128,7 @@ void api_abort_all(struct api *api, enum sits_status status)
   for (struct api_call *call = api->calls; call; call = call->next) {
     int none = SITS_OK;
     atomic_compare_exchange_strong(&call->cancel_status, &none, (int)status);
+    api_tell_engine_locked(call);
     api_queue_locked(api, &call->parts[0]);
   }
   pthread_cond_signal(&api->wake);

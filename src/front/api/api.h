@@ -53,6 +53,7 @@ const struct api_limits *api_limits(const struct api *api);
 
 /* From now on api_call_submit answers SITS_UNAVAILABLE. */
 void api_stop_admission(struct api *api);
+bool api_is_admitting(const struct api *api);
 int64_t api_n_active(const struct api *api);                /* calls started and not done */
 /* Wait until no call is active or the time is up; true: idle. */
 bool api_wait_idle(struct api *api, int64_t timeout_us);

@@ -167,6 +167,7 @@ static void publish(struct api_call *call)
   api->calls = call;
   int none = SITS_OK;
   if (api->abort_status) atomic_compare_exchange_strong(&call->cancel_status, &none, (int)api->abort_status);
+  if (atomic_load(&call->cancel_status)) api_tell_engine_locked(call);
   for (int32_t p = 0; p < call->n_parts; p++) api_queue_locked(api, &call->parts[p]);
   pthread_cond_signal(&api->wake);
   pthread_mutex_unlock(&api->mutex);
@@ -254,11 +255,18 @@ enum sits_status api_call_submit(struct api_call *call, const char *id, struct s
 
 /* ---- use by the transport ---- */
 
-static void kick(struct api_call *call)
+void api_tell_engine_locked(struct api_call *call)
+{
+  for (int32_t p = 0; p < call->n_parts; p++)
+    if (call->parts[p].request) sits_request_cancel(call->parts[p].request, -1);
+}
+
+static void kick(struct api_call *call, bool is_cancelled)
 {
   struct api *api = call->api;
   pthread_mutex_lock(&api->mutex);
   if (call->state == API_CALL_RUNNING) {
+    if (is_cancelled) api_tell_engine_locked(call);
     for (int32_t p = 0; p < call->n_parts; p++) api_queue_locked(api, &call->parts[p]);
     pthread_cond_signal(&api->wake);
   }
@@ -269,10 +277,10 @@ void api_call_cancel(struct api_call *call, enum sits_status status)
 {
   int none = SITS_OK;
   atomic_compare_exchange_strong(&call->cancel_status, &none, (int)status);
-  kick(call);
+  kick(call, true);
 }
 
-void api_call_resume(struct api_call *call) { kick(call); }
+void api_call_resume(struct api_call *call) { kick(call, false); }
 void api_call_release(struct api_call *call) { api_call_unref(call); }
 const struct api_request *api_call_request(const struct api_call *call) { return call->request; }
 int32_t api_call_n_choices(const struct api_call *call) { return call->n_parts * call->n_choices; }
@@ -311,13 +319,14 @@ static void merge_timing(struct api_call *call, struct api_part *part)
 
 static void release_part(struct api_part *part)
 {
-  if (!part->request) return;
+  struct sits_request *request = part->request;
+  if (!request) return;
   merge_timing(part->call, part);
   pthread_mutex_lock(&part->call->api->mutex);
   api_handle_release_locked(part->call->api, part);
+  part->request = NULL; /* from here on no transport cancels it */
   pthread_mutex_unlock(&part->call->api->mutex);
-  sits_request_release(part->request);
-  part->request = NULL;
+  sits_request_release(request);
 }
 
 /* The end of a call, whatever it was. */
@@ -466,7 +475,9 @@ static enum sits_status take_finish(struct api_part *part, const struct sits_eve
     break;
   case SITS_FINISH_LENGTH: delta.finish = API_FINISH_LENGTH; break;
   case SITS_FINISH_DEADLINE: return SITS_DEADLINE;
-  case SITS_FINISH_CANCELLED: return event->status ? event->status : SITS_CANCELLED;
+  case SITS_FINISH_CANCELLED:
+    if (atomic_load(&call->cancel_status)) return (enum sits_status)atomic_load(&call->cancel_status);
+    return event->status ? event->status : SITS_CANCELLED;
   default: return event->status ? event->status : SITS_INTERNAL;
   }
   struct detok_piece piece = {0};

@@ -28,7 +28,7 @@ struct api_part {
   uint64_t handle;                /* [init] the engine request's user value; an entry of the handle table while registered */
   struct token_list prompt;       /* [init] kept while it is needed (echo, return_token_ids), else empty after submission */
   int64_t n_prompt;               /* [init] */
-  struct sits_request *request;   /* [delivery] after start; NULL once released */
+  struct sits_request *request;   /* [delivery] after start, others under api.mutex; NULL once released, which takes the mutex */
   struct api_choice *choices;     /* [delivery] [n] */
   int32_t n_left;                 /* [delivery] choices not finished */
   struct api_token *prompt_tokens;/* [delivery] [n_prompt] for echo with log probabilities, NULL otherwise */
@@ -87,7 +87,9 @@ void api_handle_release_locked(struct api *api, struct api_part *part);
 void api_queue_locked(struct api *api, struct api_part *part);
 void api_call_unref(struct api_call *call);
 
-/* api_call.c: on the delivery thread */
+/* api_call.c */
+void api_tell_engine_locked(struct api_call *call); /* cancel its engine requests now, whenever its delivery comes */
+/* on the delivery thread */
 void api_call_deliver(struct api_part *part);
 void api_call_free(struct api_call *call);
 

@@ -25,6 +25,7 @@ struct audit {
   struct blob_queue queue;
   _Atomic uint64_t n_lost;          /* [atomic] lines without room, not told in the log yet */
   pthread_t thread;
+  struct audit_mac *mac;            /* [writer] NULL without a key */
   struct audit_file file;           /* [writer] */
   struct blob *pending;             /* [writer] taken from the queue, not in `file.out` yet */
   int64_t n_added;                  /* [writer] request lines in `file.out` */
@@ -217,8 +218,10 @@ enum sits_status audit_open(const struct audit_options *options, struct metrics 
   if (!audit) return sits_fail(err, SITS_NOMEM, "no memory for the audit log");
   audit->options = *options;
   audit->metrics = metrics;
-  enum sits_status status = audit_file_open(&audit->file, options->path, err);
+  enum sits_status status = options->key_file ? audit_mac_open(options->key_file, &audit->mac, err) : SITS_OK;
+  if (!status) status = audit_file_open(&audit->file, options->path, audit->mac, err);
   if (status) {
+    audit_mac_close(audit->mac);
     mem_free(audit);
     return status;
   }
@@ -228,6 +231,7 @@ enum sits_status audit_open(const struct audit_options *options, struct metrics 
   if (failed) {
     audit_file_close(&audit->file);
     blob_queue_fini(&audit->queue);
+    audit_mac_close(audit->mac);
     mem_free(audit);
     return sits_fail(err, SITS_INTERNAL, "the audit log's thread could not be started: %s", strerror(failed));
   }
@@ -243,5 +247,6 @@ void audit_close(struct audit *audit)
   blob_free_list(audit->pending);
   audit_file_close(&audit->file);
   blob_queue_fini(&audit->queue);
+  audit_mac_close(audit->mac);
   mem_free(audit);
 }

@@ -17,6 +17,7 @@
 
 #define MAX_OUT_BYTES (8u << 20)
 #define HEAD_BYTES (20 + 1 + 64 + 1)
+#define KEYED_HEAD_BYTES (HEAD_BYTES + 64 + 1)
 static const char zeros[] = "0000000000000000000000000000000000000000000000000000000000000000";
 static const char head_of_line[] = "{\"seq\":", head_of_prev[] = ",\"prev\":\"", head_of_hash[] = ",\"hash\":\"", end_of_line[] = "\"}";
 enum { HASH_TAIL_BYTES = sizeof head_of_hash - 1 + 64 + sizeof end_of_line - 1 };
@@ -30,8 +31,8 @@ static bool is_hash(const char *text)
   return true;
 }
 
-bool audit_line_parse(const char *line, size_t n_bytes, uint64_t *seq, char prev[SHA256_HEX_BYTES], char hash[SHA256_HEX_BYTES],
-                      bool *is_intact)
+bool audit_line_parse(struct audit_mac *mac, const char *line, size_t n_bytes, uint64_t *seq, char prev[SHA256_HEX_BYTES],
+                      char hash[SHA256_HEX_BYTES], bool *is_intact)
 {
   size_t at = sizeof head_of_line - 1, n_digits = 0;
   if (n_bytes < at + HASH_TAIL_BYTES || memcmp(line, head_of_line, at)) return false;
@@ -46,23 +47,38 @@ bool audit_line_parse(const char *line, size_t n_bytes, uint64_t *seq, char prev
   if (!is_hash(line + at + n_prev) || !is_hash(given)) return false;
   *seq = number;
   snprintf(prev, SHA256_HEX_BYTES, "%.64s", line + at + n_prev);
-  sha256_hex(line, n_hashed, hash);
+  audit_mac_hex(mac, line, n_hashed, hash);
   *is_intact = !memcmp(hash, given, 64);
   return true;
 }
 
-enum sits_status audit_head_read(const char *head_path, struct audit_link *out, struct sits_error *err)
+/* "NUMBER HASH\n"; under a key another field, the keyed hash of these two, so that who cuts the tail cannot set the head back. Returns the
+ * length. */
+static int head_format(struct audit_mac *mac, const struct audit_link *link, char text[KEYED_HEAD_BYTES + 1])
 {
-  char text[HEAD_BYTES + 1] = "";
+  char hash[SHA256_HEX_BYTES];
+  int n = snprintf(text, KEYED_HEAD_BYTES + 1, "%020" PRIu64 " %.64s\n", link->seq, link->hash);
+  if (!mac) return n;
+  audit_mac_hex(mac, text, (size_t)n, hash);
+  text[n - 1] = ' ';
+  return n + snprintf(text + n, (size_t)(KEYED_HEAD_BYTES + 1 - n), "%s\n", hash);
+}
+
+enum sits_status audit_head_read(struct audit_mac *mac, const char *head_path, struct audit_link *out, struct sits_error *err)
+{
+  char text[KEYED_HEAD_BYTES + 1] = "", right[KEYED_HEAD_BYTES + 1];
   int fd = open(head_path, O_RDONLY | O_CLOEXEC);
   if (fd < 0 && errno == ENOENT) return sits_fail(err, SITS_NOT_FOUND, "%s: there is no such file", head_path);
-  ssize_t n = fd < 0 ? -1 : read(fd, text, HEAD_BYTES);
+  ssize_t n = fd < 0 ? -1 : read(fd, text, KEYED_HEAD_BYTES);
   int saved = errno;
   if (fd >= 0) close(fd);
   if (n < 0) return sits_fail(err, SITS_IO, "%s: %s", head_path, strerror(saved));
   struct audit_link link;
-  if (n != HEAD_BYTES || sscanf(text, "%20" SCNu64 " %64s", &link.seq, link.hash) != 2 || strlen(link.hash) != 64 || !is_hash(link.hash))
+  if (n < HEAD_BYTES || sscanf(text, "%20" SCNu64 " %64s", &link.seq, link.hash) != 2 || strlen(link.hash) != 64 || !is_hash(link.hash))
     return sits_fail(err, SITS_FORMAT, "%s: no head of an audit log", head_path);
+  if (n != head_format(mac, &link, right) || memcmp(text, right, (size_t)n))
+    return sits_fail(err, SITS_FORMAT, "%s: the head of an audit log that is kept %s, or it was changed", head_path,
+                     mac ? "without this key" : "under a key (audit-key-file)");
   *out = link;
   return SITS_OK;
 }
@@ -82,7 +98,7 @@ bool audit_file_add(struct audit_file *file, const char *members, size_t n_bytes
     file->out.failed = false;
     return false;
   }
-  sha256_hex(file->out.data + before, file->out.size - before, file->next_link.hash);
+  audit_mac_hex(file->mac, file->out.data + before, file->out.size - before, file->next_link.hash);
   file->next_link.seq = seq;
   file->has_next_link = true;
   buf_printf(&file->out, "%s%s%s\n", head_of_hash, file->next_link.hash, end_of_line);
@@ -103,9 +119,9 @@ static bool write_all(int fd, const char *bytes, size_t n_bytes)
 
 static bool write_head(struct audit_file *file)
 {
-  char text[HEAD_BYTES + 1];
-  snprintf(text, sizeof text, "%020" PRIu64 " %s\n", file->link.seq, file->link.hash);
-  return pwrite(file->head_fd, text, HEAD_BYTES, 0) == HEAD_BYTES;
+  char text[KEYED_HEAD_BYTES + 1];
+  int n = head_format(file->mac, &file->link, text);
+  return pwrite(file->head_fd, text, (size_t)n, 0) == n;
 }
 
 bool audit_file_flush(struct audit_file *file)
@@ -146,6 +162,7 @@ static bool add_kind(struct audit_file *file, const char *kind, int64_t n_torn_b
   buf_printf(&members, "\"kind\":\"%s\",\"time\":\"%s\",\"file\":\"", kind, time);
   buf_append_json_escaped(&members, file->name, strlen(file->name));
   buf_printf(&members, "\",\"version\":\"" SITS_VERSION "\",\"unix_us\":%lld", (long long)now_us);
+  if (file->mac) buf_printf(&members, ",\"mac\":\"hmac-sha256\",\"mac_key\":\"%s\"", audit_mac_key_id(file->mac));
   if (n_torn_bytes) buf_printf(&members, ",\"torn_bytes\":%lld", (long long)n_torn_bytes);
   bool ok = !members.failed && audit_file_add(file, members.data, members.size);
   buf_fini(&members);
@@ -205,14 +222,14 @@ static enum sits_status read_tail(struct audit_file *file, int64_t size, bool *f
     const char *line = before ? before + 1 : bytes;
     char prev[SHA256_HEX_BYTES];
     bool is_intact = false;
-    *found = audit_line_parse(line, (size_t)(end - line), &file->link.seq, prev, file->link.hash, &is_intact) && is_intact;
+    *found = audit_line_parse(file->mac, line, (size_t)(end - line), &file->link.seq, prev, file->link.hash, &is_intact) && is_intact;
     *n_bytes = from + (end + 1 - bytes);
   }
   size_t n_same = n < sizeof head_of_line - 1 ? n : sizeof head_of_line - 1;
   bool is_alien = end ? !*found : from > 0 || memcmp(bytes, head_of_line, n_same) != 0; /* a torn first line may go, nothing else */
   if (!status && is_alien)
-    status = sits_fail(err, SITS_FORMAT, "%s: its last line is no line of an audit log, or was changed; verify it and move it away",
-                       file->path);
+    status = sits_fail(err, SITS_FORMAT, "%s: its last line is no line of an audit log%s, or was changed; verify it and move it away",
+                       file->path, file->mac ? " under this key" : "");
   mem_free(bytes);
   return status;
 }
@@ -227,7 +244,7 @@ static void read_first(struct audit_file *file)
   bool is_intact;
   file->first_seq = file->link.seq;
   file->begun_us = clock_unix_us();
-  if (!end || !audit_line_parse(line, (size_t)(end - line), &file->first_seq, prev, hash, &is_intact)) return;
+  if (!end || !audit_line_parse(file->mac, line, (size_t)(end - line), &file->first_seq, prev, hash, &is_intact)) return;
   *end = '\0';
   const char *at = strstr(line, "\"unix_us\":");
   long long begun;
@@ -245,7 +262,7 @@ static enum sits_status resume(struct audit_file *file, struct sits_error *err)
   enum sits_status status = info.st_size ? read_tail(file, info.st_size, &found, &n_whole, err) : SITS_OK;
   if (status) return status;
   struct sits_error head_error;
-  enum sits_status head_status = audit_head_read(file->head_path, &head, &head_error);
+  enum sits_status head_status = audit_head_read(file->mac, file->head_path, &head, &head_error);
   if (head_status && head_status != SITS_NOT_FOUND && !(head_status == SITS_FORMAT && !found)) {
     *err = head_error;
     return head_status;
@@ -279,9 +296,9 @@ static void release(struct audit_file *file)
   file->path = file->head_path = NULL;
 }
 
-enum sits_status audit_file_open(struct audit_file *file, const char *path, struct sits_error *err)
+enum sits_status audit_file_open(struct audit_file *file, const char *path, struct audit_mac *mac, struct sits_error *err)
 {
-  *file = (struct audit_file){.fd = -1, .head_fd = -1, .path = mem_strdup(path)};
+  *file = (struct audit_file){.fd = -1, .head_fd = -1, .path = mem_strdup(path), .mac = mac};
   buf_init(&file->out, MAX_OUT_BYTES);
   struct buf head_path;
   buf_init(&head_path, 4096);

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #include "base/buf.h"
-#include "base/sha256.h"
+#include "front/audit/audit_mac.h"
 #include "sits2026/status.h"
 
 #define AUDIT_MAX_LINE_BYTES (1u << 20) /* longer bodies are refused; readers may rely on it */
@@ -17,6 +17,7 @@ struct audit_link { uint64_t seq; char hash[SHA256_HEX_BYTES]; };
 
 struct audit_file {
   char *path, *head_path, *name;  /* owned; name: the last part of path */
+  struct audit_mac *mac;          /* the chain's key, borrowed; NULL: none */
   int fd, head_fd;                /* -1: closed */
   int64_t n_bytes;                /* on the disk, whole lines */
   int64_t begun_us;               /* unix: of its begin line */
@@ -31,7 +32,8 @@ struct audit_file {
 /* Open or make the file and write its begin line if it is new. What a crash left of a torn last line is removed; the next begin line says
  * how many bytes. When PATH.head knows a later line than the file holds, the chain goes on from there, so that verification finds the gap.
  */
-enum sits_status audit_file_open(struct audit_file *file, const char *path, struct sits_error *err) SITS_MUST_CHECK;
+enum sits_status audit_file_open(struct audit_file *file, const char *path, struct audit_mac *mac, struct sits_error *err)
+    SITS_MUST_CHECK;
 /* Chain a line with these members ("\"kind\":\"request\",...") behind the others in `out`. False: too long or no memory, nothing changed.
  */
 bool audit_file_add(struct audit_file *file, const char *members, size_t n_bytes);
@@ -47,9 +49,10 @@ bool audit_file_rotate(struct audit_file *file);
 void audit_file_close(struct audit_file *file);
 
 /* Take a line apart (n_bytes without its newline): its number, prev and hash, and whether the hash is right. False: no audit line. */
-bool audit_line_parse(const char *line, size_t n_bytes, uint64_t *seq, char prev[SHA256_HEX_BYTES], char hash[SHA256_HEX_BYTES],
-                      bool *is_intact);
-/* Read "PATH.head". SITS_NOT_FOUND, SITS_FORMAT, SITS_IO. */
-enum sits_status audit_head_read(const char *head_path, struct audit_link *out, struct sits_error *err) SITS_MUST_CHECK;
+bool audit_line_parse(struct audit_mac *mac, const char *line, size_t n_bytes, uint64_t *seq, char prev[SHA256_HEX_BYTES],
+                      char hash[SHA256_HEX_BYTES], bool *is_intact);
+/* Read "PATH.head". SITS_NOT_FOUND, SITS_FORMAT (also: made under another key), SITS_IO. */
+enum sits_status audit_head_read(struct audit_mac *mac, const char *head_path, struct audit_link *out, struct sits_error *err)
+    SITS_MUST_CHECK;
 
 #endif

@@ -11,6 +11,7 @@
 
 struct chain {
   struct audit_report *report;
+  struct audit_mac *mac;
   bool has_link;
   struct audit_link link;          /* the newest line that was right */
   bool has_head, is_head_met;
@@ -32,8 +33,11 @@ static enum sits_status check_line(struct chain *chain, const char *path, int64_
   char prev[SHA256_HEX_BYTES], hash[SHA256_HEX_BYTES];
   bool is_intact;
 #define BAD(...) return sits_fail(err, SITS_FORMAT, __VA_ARGS__)
-  if (!audit_line_parse(line, n_bytes, &seq, prev, hash, &is_intact)) BAD("%s: line %" PRId64 " is no line of an audit log", path, number);
-  if (!is_intact) BAD("%s: line %" PRId64 " was changed: its hash is not that of its bytes", path, number);
+  if (!audit_line_parse(chain->mac, line, n_bytes, &seq, prev, hash, &is_intact))
+    BAD("%s: line %" PRId64 " is no line of an audit log", path, number);
+  if (!is_intact)
+    BAD("%s: line %" PRId64 " was changed: its hash is not that of its bytes%s", path, number,
+        chain->mac ? " under this key" : memmem(line, n_bytes, "\"mac_key\":", 10) ? " (it names a key: give --audit-key-file)" : "");
   if (chain->has_link && seq != chain->link.seq + 1)
     BAD("%s: line %" PRId64 " has number %" PRIu64 " where %" PRIu64 " must follow: lines were removed, or files are missing or swapped",
         path, number, seq, chain->link.seq + 1);
@@ -77,7 +81,7 @@ static enum sits_status read_head(struct chain *chain, const char *path, struct 
   buf_init(&head_path, 8192);
   if (!buf_printf(&head_path, "%s.head", path)) return sits_fail(err, SITS_NOMEM, "no memory");
   struct sits_error reason;
-  enum sits_status status = audit_head_read(head_path.data, &chain->head, &reason);
+  enum sits_status status = audit_head_read(chain->mac, head_path.data, &chain->head, &reason);
   chain->has_head = !status;
   buf_fini(&head_path);
   if (!status || status == SITS_NOT_FOUND) return SITS_OK;
@@ -85,9 +89,10 @@ static enum sits_status read_head(struct chain *chain, const char *path, struct 
   return status;
 }
 
-enum sits_status audit_verify(const char *const *paths, int n_paths, struct audit_report *report, struct sits_error *err)
+enum sits_status audit_verify(const char *const *paths, int n_paths, struct audit_mac *mac, struct audit_report *report,
+                              struct sits_error *err)
 {
-  struct chain chain = {.report = report};
+  struct chain chain = {.report = report, .mac = mac};
   *report = (struct audit_report){0};
   for (int i = 0; i < n_paths; i++) {
     enum sits_status status = i + 1 == n_paths ? read_head(&chain, paths[i], err) : SITS_OK;

@@ -56,6 +56,7 @@ static bool arm(struct rpc *rpc)
 {
   struct rpc_server *server = rpc->server;
   grpc_completion_queue *cq = server->queues[rpc->queue].cq;
+  RPC_TAG_OUT(&rpc->new_tag);
   grpc_call_error error =
     rpc->method ? grpc_server_request_registered_call(server->core, server->handles[rpc->method - rpc_methods], &rpc->call, &rpc->deadline,
                                                       &rpc->metadata, rpc->method->request ? &rpc->payload : NULL, cq, cq, &rpc->new_tag)
@@ -235,6 +236,7 @@ static void pump_locked(struct rpc *rpc)
     ops[n++].data.send_status_from_server.trailing_metadata = trailer.list;
   }
   rpc_ref(rpc);
+  RPC_TAG_OUT(&rpc->write_tag);
   grpc_call_error error = grpc_call_start_batch(rpc->call, ops, n, &rpc->write_tag, NULL);
   drop_metadata(&head);
   drop_metadata(&trailer);
@@ -283,6 +285,7 @@ void rpc_kick_locked(struct rpc *rpc)
   if (rpc->is_kicked || rpc->is_writing || rpc->is_closed || rpc->is_broken) return; /* the write tag goes on by itself */
   rpc->is_kicked = true;
   rpc_ref(rpc);
+  RPC_TAG_OUT(&rpc->kick_tag);
   grpc_call_error error = grpc_call_start_batch(rpc->call, NULL, 0, &rpc->kick_tag, NULL);
   if (!error) return;
   log_error("grpc", "id=%s a hand-over was refused: %s", rpc->id, grpc_call_error_to_string(error));
@@ -360,15 +363,24 @@ static bool find_metadata(const struct rpc *rpc, const char *key, char *out, siz
   return false;
 }
 
-/* Key, role and quota. An unknown method tells itself apart only to those who have a key. */
+static int count_metadata(const struct rpc *rpc, const char *key)
+{
+  int n = 0;
+  for (size_t i = 0; i < rpc->metadata.count; i++) n += !grpc_slice_str_cmp(rpc->metadata.metadata[i].key, key);
+  return n;
+}
+
+/* Key, quota and role. An unknown method tells itself apart only to those who have a key. */
 static enum sits_status check_access(struct rpc *rpc, struct sits_error *err)
 {
   unsigned roles = rpc->method ? rpc->method->roles : ACCESS_ANY_ROLE;
   char value[8192];
+  if (count_metadata(rpc, "authorization") > 1)
+    return sits_fail_param(err, SITS_INVALID_ARGUMENT, "authorization", "more than one authorization entry");
   if (!roles) return SITS_OK;
   bool has_value = find_metadata(rpc, "authorization", value, sizeof value);
   enum sits_status status = access_identify(rpc->server->options.access, has_value ? value : NULL, &rpc->grant);
-  return status || !rpc->method ? status : access_admit(rpc->grant, roles, err);
+  return status ? status : access_admit(rpc->grant, roles, err);
 }
 
 /* Sockets that rpc_accept.c handed over are known to the library by their number only. */
@@ -415,6 +427,7 @@ static void begin(struct rpc *rpc)
   rpc_ref(rpc);
   grpc_op op = {.op = GRPC_OP_RECV_CLOSE_ON_SERVER};
   op.data.recv_close_on_server.cancelled = &rpc->is_cancelled;
+  RPC_TAG_OUT(&rpc->close_tag);
   grpc_call_error error = grpc_call_start_batch(rpc->call, &op, 1, &rpc->close_tag, NULL);
   GPR_ASSERT(!error); /* a fresh call takes its first batch, or the library is broken */
 }
@@ -436,6 +449,9 @@ static void on_new(struct rpc *rpc, bool ok)
     rpc_fail(rpc, SITS_METHOD_NOT_ALLOWED, &err);
   } else if (!rpc->method->is_slow) {
     rpc_run(rpc);
+  } else if (!api_is_admitting(rpc->server->api)) {
+    (void)sits_fail(&err, SITS_UNAVAILABLE, "the server is shutting down");
+    rpc_fail(rpc, SITS_UNAVAILABLE, &err);
   } else if (!rpc_work_push(rpc)) {
     (void)sits_fail(&err, SITS_QUEUE_FULL, "too many requests are waiting to be read");
     rpc_fail(rpc, SITS_QUEUE_FULL, &err);
@@ -454,7 +470,6 @@ static void note_end(const struct rpc *rpc, const struct outcome *outcome)
   double ms = (double)(now_us - rpc->started_us) / 1000;
   const char *path = rpc->method ? rpc->method->path : "?";
   api_timing_log(&outcome->usage, now_us, timing);
-  if (outcome->usage.timing.done_us) metrics_request_delivery(rpc->server->metrics, now_us - outcome->usage.timing.done_us);
   if (rpc->method && rpc->method->kind)
     log_info("grpc", "id=%s method=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s%s", rpc->id, path, outcome->code, ms,
              (long long)outcome->usage.n_prompt_tokens, (long long)outcome->usage.n_output_tokens, timing,

@@ -203,6 +203,7 @@ static void read_next(struct rpc *rpc)
   op.data.recv_message.recv_message = &rpc->received;
   rpc->read_tag = (struct rpc_tag){on_read, rpc};
   rpc_ref(rpc);
+  RPC_TAG_OUT(&rpc->read_tag);
   if (!grpc_call_start_batch(rpc->call, &op, 1, &rpc->read_tag, NULL)) return;
   atomic_fetch_sub(&rpc->n_refs, 1); /* not the last: the caller's tag holds one */
   rpc_end_locked(rpc, SITS_INTERNAL, NULL, NULL);

@@ -36,6 +36,7 @@ static void *queue_main(void *argument)
     grpc_event event = grpc_completion_queue_next(queue->cq, gpr_inf_future(GPR_CLOCK_REALTIME), NULL);
     if (event.type == GRPC_QUEUE_SHUTDOWN) return NULL;
     struct rpc_tag *tag = event.tag;
+    RPC_TAG_BACK(tag);
     if (tag == &server->shutdown_tag) {
       pthread_mutex_lock(&server->mutex);
       server->is_core_down = true;
@@ -200,11 +201,16 @@ static bool has_no_work(const struct rpc_server *server) { return server->n_rpcs
 static bool has_no_call(const struct rpc_server *server) { return server->n_rpcs == 0; }
 static bool is_down(const struct rpc_server *server) { return server->is_core_down && server->n_rpcs == 0; }
 
+void rpc_server_drain(struct rpc_server *server)
+{
+  if (server && server->is_started) rpc_health_broadcast(server);
+}
+
 void rpc_server_quiesce(struct rpc_server *server)
 {
   if (!server || server->is_quiesced || !server->is_started) return;
   server->is_quiesced = true;
-  rpc_health_broadcast(server);
+  rpc_server_drain(server);
   atomic_store(&server->is_accept_stopping, true);
   rpc_accept_wake(server);
   if (server->has_acceptor) wait_for(server, has_no_listener, CORE_DOWN_US); /* no socket may be added to a server that shuts down */
@@ -234,6 +240,7 @@ static bool stop_core(struct rpc_server *server)
   api_wait_idle(server->api, LAST_WORDS_US);
   end_all(server);
   wait_for(server, has_no_call, LAST_WORDS_US);
+  RPC_TAG_OUT(&server->shutdown_tag);
   grpc_server_shutdown_and_notify(server->core, server->queues[0].cq, &server->shutdown_tag);
   for (int i = 0; i < CORE_DOWN_TURNS; i++) {
     grpc_server_cancel_all_calls(server->core);

@@ -36,7 +36,7 @@ static enum sits_status identify(struct http_request *request)
                          MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION), &request->grant);
 }
 
-struct framing { int n_length, n_encoding, n_host, n_headers; bool is_malformed; const char *length, *encoding; };
+struct framing { int n_length, n_encoding, n_host, n_keys, n_headers; bool is_malformed; const char *length, *encoding; };
 
 /* Whether the text begins with a header's name and goes on. */
 static bool extends_name(const char *text, const char *name)
@@ -71,6 +71,8 @@ static enum MHD_Result note_header(void *context, enum MHD_ValueKind kind, const
     framing->encoding = value;
   } else if (!strcasecmp(name, MHD_HTTP_HEADER_HOST)) {
     framing->n_host++;
+  } else if (!strcasecmp(name, MHD_HTTP_HEADER_AUTHORIZATION)) {
+    framing->n_keys++;
   }
   return MHD_YES;
 }
@@ -87,6 +89,7 @@ static enum sits_status check_framing(struct http_request *request, const char *
   else if (framing.n_encoding > 1 || (framing.encoding && strcasecmp(framing.encoding, "chunked")))
     *text = "a Transfer-Encoding other than chunked";
   else if (framing.n_host > 1) *text = "more than one Host header";
+  else if (framing.n_keys > 1) *text = "more than one Authorization header";
   else if (framing.n_headers > MAX_HEADERS) *text = "too many headers";
   if (*text) return SITS_INVALID_ARGUMENT;
   if (!framing.length) return SITS_OK;
@@ -109,7 +112,7 @@ static bool has_json_type(const struct http_request *request)
   return !strncasecmp(type, json, sizeof json - 1) && strchr(" ;\t", type[sizeof json - 1]); /* strchr finds the terminator too */
 }
 
-/* Decide on headers, key, route, method, type, role and quota, in this order; on failure the answer is stored. */
+/* Decide on headers, key, quota, role, route, method, type and drain, in this order; on failure the answer is stored. */
 static enum sits_status check_head(struct http_request *request, const char *method)
 {
   const char *text = NULL;
@@ -119,6 +122,7 @@ static enum sits_status check_head(struct http_request *request, const char *met
   bool is_get = !strcmp(method, "GET") || !strcmp(method, "HEAD");
   enum sits_status status = check_framing(request, &text);
   if (!status && roles) status = identify(request);
+  if (!status && roles && (status = access_admit(request->grant, roles, &err))) text = err.text;
   if (status) {
   } else if (!route) {
     status = SITS_NOT_FOUND;
@@ -128,9 +132,9 @@ static enum sits_status check_head(struct http_request *request, const char *met
   } else if (route->is_post && !has_json_type(request)) {
     status = SITS_UNSUPPORTED_MEDIA;
     text = "the body must be application/json";
-  } else if (roles) {
-    status = access_admit(request->grant, roles, &err);
-    text = err.text;
+  } else if (route->is_post && !api_is_admitting(request->server->api)) {
+    status = SITS_UNAVAILABLE;
+    text = "the server is shutting down";
   }
   if (status) http_respond_error(request, status, text, NULL);
   return status;
@@ -243,7 +247,6 @@ static void note_end(const struct http_request *request, const struct outcome *o
   const char *path = request->route >= 0 ? http_routes[request->route].path : "?";
   bool is_call = request->route >= 0 && http_routes[request->route].is_post;
   api_timing_log(usage, now_us, timing);
-  if (usage->timing.done_us) metrics_request_delivery(request->server->metrics, now_us - usage->timing.done_us);
   if (is_call)
     log_info("http", "id=%s route=%s status=%d ms=%.1f prompt_tokens=%lld output_tokens=%lld%s%s", request->id, path, outcome->status, ms,
              (long long)usage->n_prompt_tokens, (long long)usage->n_output_tokens, timing, outcome->is_gone ? " client_left=1" : "");
@@ -364,9 +367,11 @@ enum sits_status http_server_start(const struct http_options *options, struct ap
 int http_server_port(const struct http_server *server) { return server->port; }
 void http_server_set_engine(struct http_server *server, const struct http_engine *engine) { atomic_store(&server->engine, engine); }
 
+void http_server_drain(struct http_server *server) { atomic_store(&server->is_draining, true); }
+
 void http_server_quiesce(struct http_server *server)
 {
-  atomic_store(&server->is_draining, true);
+  http_server_drain(server);
   if (server->listen_fd >= 0) return;
   server->listen_fd = MHD_quiesce_daemon(server->daemon);
   if (server->listen_fd >= 0) shutdown(server->listen_fd, SHUT_RDWR); /* connects are refused at once, not left in the backlog */

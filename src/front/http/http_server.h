@@ -1,7 +1,8 @@
 /* The HTTP front end on libmicrohttpd: an epoll pool with suspend and resume, so that thousands of streams need a handful of threads.
  *
- * Life: http_server_start (listens at once; routes that need the model answer 503 until api_model_set) -> http_server_quiesce (no new
- * connections) -> http_server_wait_idle -> http_server_stop. One owner thread.
+ * Life: http_server_start (listens at once; routes that need the model answer 503 until api_model_set) -> http_server_drain (probes on new
+ * connections still get their answer, work a 503) -> http_server_quiesce (no new connections) -> http_server_wait_idle -> http_server_stop.
+ * One owner thread.
  *
  * Threads: the pool's (parse HTTP, write sockets; nothing slow), two workers (JSON, template, tokenizer), the watcher (clients that
  * leave, keep-alive comments), and the api's delivery thread. Lock order: server.mutex, request.mutex, then libmicrohttpd's and the api's.
@@ -47,7 +48,9 @@ int http_server_port(const struct http_server *server);
 /* Set when the engine runs, NULL before it goes; the struct is borrowed. */
 void http_server_set_engine(struct http_server *server, const struct http_engine *engine);
 
-/* Refuse new connections; open ones go on, and are told to close after their answer. */
+/* Call after health_set(HEALTH_DRAINING) and api_stop_admission: every answer from now on closes its connection. */
+void http_server_drain(struct http_server *server);
+/* Drain, and refuse new connections; open ones go on. */
 void http_server_quiesce(struct http_server *server);
 /* Wait until no request is being served; true: none is. */
 bool http_server_wait_idle(struct http_server *server, int64_t timeout_us);

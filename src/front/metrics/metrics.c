@@ -44,7 +44,7 @@ static const struct counter_row counter_rows[METRICS_COUNTER_COUNT] = {
 
 struct metrics {
   _Atomic int64_t counters[METRICS_COUNTER_COUNT];     /* [atomic] */
-  struct delivery token_delivery, request_delivery;    /* [atomic] */
+  struct delivery token_delivery;                      /* [atomic] */
   _Atomic int64_t http[MAX_ROUTES][N_STATUS_CLASSES];  /* [atomic] */
   const char *const *routes;                           /* [init] [n_routes] */
   int n_routes;                                        /* [init] */
@@ -155,7 +155,6 @@ static void observe_delivery(struct delivery *delivery, int64_t latency_us)
 }
 
 void metrics_delivery(struct metrics *metrics, int64_t latency_us) { observe_delivery(&metrics->token_delivery, latency_us); }
-void metrics_request_delivery(struct metrics *metrics, int64_t latency_us) { observe_delivery(&metrics->request_delivery, latency_us); }
 
 void metrics_http(struct metrics *metrics, int route, int http_status)
 {
@@ -198,8 +197,11 @@ static void render_memory(const struct metrics *m, const struct engine_stats *e,
   metrics_text_header(out, "kv_page_bytes", "gauge", "Bytes of a KV page by codec.");
   buf_printf(out, "sits2026:kv_page_bytes{%s,codec=\"%s\"} %llu\n", m->label, memory->codec, (unsigned long long)memory->page_bytes);
   metrics_text_header(out, "device_memory_bytes", "gauge", "Device memory that this process took, by what for.");
-  buf_printf(out, "sits2026:device_memory_bytes{%s,use=\"weights\"} %llu\n", m->label, (unsigned long long)memory->weight_bytes);
-  buf_printf(out, "sits2026:device_memory_bytes{%s,use=\"kv_pages\"} %llu\n", m->label, (unsigned long long)memory->kv_bytes);
+  const struct { const char *use; uint64_t n; } uses[] = {{"weights", memory->weight_bytes}, {"kv_pages", memory->kv_bytes},
+                                                          {"draft_weights", memory->draft_weight_bytes},
+                                                          {"draft_kv_pages", memory->draft_kv_bytes}};
+  for (int i = 0; i < (memory->draft_weight_bytes ? 4 : 2); i++)
+    buf_printf(out, "sits2026:device_memory_bytes{%s,use=\"%s\"} %llu\n", m->label, uses[i].use, (unsigned long long)uses[i].n);
 }
 
 static void render_gauges(const struct metrics *m, const struct engine_stats *e, struct buf *out)
@@ -292,6 +294,8 @@ static void render_engine(const struct metrics *m, const struct metrics_now *now
   histogram(m, out, "request_params_max_tokens", "The max_tokens parameter.", &e->max_tokens_hist);
   histogram(m, out, "request_params_n", "The n parameter.", &e->n_choices_hist);
   histogram(m, out, "iteration_tokens_total", "Tokens in a step.", &e->iteration_tokens_hist);
+  histogram(m, out, "cancellation_steps", "Steps begun after a cancellation reached the engine and before it took effect.",
+            &e->cancel_steps_hist);
 }
 
 static void render_delivery(const struct metrics *m, const struct delivery *d, const char *name, const char *help, struct buf *out)
@@ -338,8 +342,6 @@ void metrics_render(struct metrics *m, const struct metrics_now *now, struct buf
   }
   render_delivery(m, &m->token_delivery, "delivery_latency_seconds",
                   "From the engine handing over a token to its bytes reaching the socket's writer.", out);
-  render_delivery(m, &m->request_delivery, "request_delivery_time_seconds", "From the engine's end of a request to the end of its answer.",
-                  out);
   metrics_requests_render(m->requests, m->label, out);
   metrics_gpu_render(m->gpu, m->label, out);
   render_grpc(m, out);

@@ -41,8 +41,6 @@ void metrics_add(struct metrics *metrics, enum metrics_counter counter, int64_t 
 int64_t metrics_counter_value(const struct metrics *metrics, enum metrics_counter counter);
 /* From the engine handing over a token to its bytes being handed to the socket's writer. */
 void metrics_delivery(struct metrics *metrics, int64_t latency_us);
-/* From the engine's end of a request to the end of its answer. */
-void metrics_request_delivery(struct metrics *metrics, int64_t latency_us);
 /* One answered HTTP request; route is an index into the route names. */
 void metrics_http(struct metrics *metrics, int route, int http_status);
 
@@ -57,7 +55,7 @@ void metrics_request(struct metrics *metrics, const struct api_record *record);
 void metrics_reading(struct metrics *metrics, int64_t change);
 
 /* What the model takes of its device; set once it is loaded. codec is the KV pages' and a constant. */
-struct metrics_memory { const char *codec; uint64_t page_bytes, weight_bytes, kv_bytes; };
+struct metrics_memory { const char *codec; uint64_t page_bytes, weight_bytes, kv_bytes, draft_weight_bytes, draft_kv_bytes; };
 void metrics_set_memory(struct metrics *metrics, const struct metrics_memory *memory);
 /* Look for GPUs, where the machine has NVML (metrics_gpu.h). */
 void metrics_watch_gpus(struct metrics *metrics);

@@ -18,8 +18,8 @@ struct row { uint64_t requests[OUTCOME_COUNT], prompt_tokens, cached_tokens, out
 
 struct tally { uint64_t counts[MAX_BOUNDS + 1]; double sum; };
 
-enum stage { STAGE_RECEIVE, STAGE_PREPARE, STAGE_QUEUE, STAGE_PREFILL, STAGE_DECODE, STAGE_FINISH, STAGE_COUNT };
-static const char *const stage_names[STAGE_COUNT] = {"receive", "prepare", "queue", "prefill", "decode", "finish"};
+enum stage { STAGE_RECEIVE, STAGE_PREPARE, STAGE_QUEUE, STAGE_PREFILL, STAGE_DECODE, STAGE_DELIVERY, STAGE_COUNT };
+static const char *const stage_names[STAGE_COUNT] = {"receive", "prepare", "queue", "prefill", "decode", "delivery"};
 static const double stage_bounds[] = {0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
                                       0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300};
 static const double token_bounds[] = {1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000};
@@ -108,7 +108,7 @@ static void observe_stages(struct state *state, const struct api_record *record)
   observe_stage(state, STAGE_QUEUE, t->submitted_us, t->first_scheduled_us ? t->first_scheduled_us : t->done_us, record);
   observe_stage(state, STAGE_PREFILL, t->first_scheduled_us, t->first_token_us ? t->first_token_us : t->done_us, record);
   observe_stage(state, STAGE_DECODE, t->first_token_us, t->done_us, record);
-  observe_stage(state, STAGE_FINISH, t->done_us, record->ended_us, record);
+  observe_stage(state, STAGE_DELIVERY, t->done_us, record->ended_us, record);
 }
 
 void metrics_requests_take(struct metrics_requests *requests, const struct api_record *record)
@@ -182,7 +182,7 @@ static void render_tally(const struct tally *tally, const double *bounds, int n_
 static void render_histograms(const struct state *state, const char *label, struct buf *out)
 {
   metrics_text_header(out, "request_stage_seconds", "histogram",
-                      "Time of a call's stages: receive the body, prepare (parse, template, tokenize), queue, prefill, decode, finish.");
+                      "Time of a call's stages: receive the body, prepare (parse, template, tokenize), queue, prefill, decode, delivery.");
   for (int s = 0; s < STAGE_COUNT; s++) {
     char labels[512];
     snprintf(labels, sizeof labels, "%s,stage=\"%s\"", label, stage_names[s]);

@@ -137,16 +137,24 @@ static void test_print_config_round_trip(void **state)
   struct fixture f, g;
   struct buf out, again;
   char path[64];
+  static char longest[100000], breaks[] = "a\xc2\x85" "b\xe2\x80\xa8" "c\xe2\x80\xa9 \xef\xbb\xbf\xc2\x9f\xef\xbf\xbf\x7f"
+                                          "\x01\n\t'\"\\ \xf0\x9f\x98\x80 ";
+  memset(longest, 'x', sizeof longest - 1);
+  memcpy(longest + 4094, "\xc2\x85: #", 5);
   buf_init(&out, 1 << 20);
   buf_init(&again, 1 << 20);
-  assert_int_equal(LOAD(&f, "--model", "we\"ird: name", "--itl-target-ms", "12.5", "--max-body-bytes", "2M", "--request-timeout-s",
-                        "0.12345678901234567", "--otlp-sampling-ratio", "0.3333333333333333", "--sse-ping-s", "0.1"), SITS_OK);
+  assert_int_equal(LOAD(&f, "--chat-template", longest, "--audit-log", breaks, "--model", "we\"ird: name", "--itl-target-ms", "12.5",
+                        "--max-body-bytes", "2M", "--request-timeout-s", "0.12345678901234567", "--otlp-sampling-ratio",
+                        "0.3333333333333333", "--sse-ping-s", "0.1"), SITS_OK);
   assert_true(option_write_yaml(&f.set, false, &out));
   assert_non_null(strstr(out.data, "\nsse-ping-s: 0.1\n"));
   write_file(path, out.data);
   assert_int_equal(LOAD(&g, "--config", path), SITS_OK);
   assert_true(option_write_yaml(&g.set, false, &again));
   assert_string_equal(out.data, again.data);
+  assert_string_equal(g.options.chat_template, longest);
+  assert_string_equal(g.options.audit_log, breaks);
+  assert_null(option_not_utf8(&g.set));
   assert_true(g.options.request_timeout_s == f.options.request_timeout_s && f.options.request_timeout_s == 0.12345678901234567);
   assert_true(g.options.otlp_sampling_ratio == f.options.otlp_sampling_ratio);
   unlink(path);

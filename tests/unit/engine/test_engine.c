@@ -1,4 +1,5 @@
 /* Requests through the engine over the fake backend: every answer must be the one of the model's definition, whatever shares the step. */
+#include <pthread.h>
 #include <unistd.h>
 
 #include "unit/engine/engine_rig.h"
@@ -446,6 +447,50 @@ static void test_cancel_full_ring_still_ends(void **state)
   rig_close(&rig);
 }
 
+static void *cancel_later(void *request)
+{
+  usleep(50000);
+  sits_request_cancel(request, -1);
+  return NULL;
+}
+
+/* A cancellation between two steps keeps the request out of the next one; during a step, its pages are free before the next is planned. */
+static void test_cancel_costs_no_further_step(void **state)
+{
+  for (int during = 0; during < 2; during++) {
+    struct rig rig;
+    struct engine_options options = rig_options();
+    struct engine_stats stats;
+    int32_t prompt[50];
+    pthread_t thread;
+    options.overlap = during;
+    rig_open(&rig, options, 64);
+    rig_prompt(prompt, 50, 6);
+    struct sits_sampling s = rig_greedy(500);
+    s.ignore_eos = true;
+    struct sits_request *request = rig_submit(&rig, prompt, 50, 3, s);
+    for (int i = 0; i < 5; i++) engine_step_once(rig.engine);
+    if (during) {
+      atomic_store(&rig.fake.step_delay_us, 200000);
+      assert_int_equal(pthread_create(&thread, NULL, cancel_later, request), 0);
+      assert_true(engine_step_once(rig.engine)); /* it is in this one */
+      pthread_join(thread, NULL);
+    } else {
+      sits_request_cancel(request, -1);
+    }
+    int n_steps = atomic_load(&rig.fake.n_steps);
+    assert_false(engine_step_once(rig.engine));
+    assert_int_equal(atomic_load(&rig.fake.n_steps), n_steps);
+    engine_stats(rig.engine, &stats);
+    assert_int_equal(stats.n_running, 0);
+    assert_int_equal(stats.n_pages_used, 0);
+    assert_true(stats.cancel_steps_hist.count == 1 && stats.cancel_steps_hist.sum == 0);
+    sits_request_release(request);
+    rig_idle(&rig);
+    rig_close(&rig);
+  }
+}
+
 static void test_leader_cancelled_during_prefill(void **state)
 {
   struct rig rig;
@@ -656,7 +701,7 @@ int main(void)
       cmocka_unit_test(test_prefix_is_reused),
       cmocka_unit_test(test_prompt_logprobs), cmocka_unit_test(test_slow_consumer_is_left_out),
       cmocka_unit_test(test_full_ring_survives_preemption), cmocka_unit_test(test_cancel_full_ring_still_ends),
-      cmocka_unit_test(test_leader_cancelled_during_prefill),
+      cmocka_unit_test(test_leader_cancelled_during_prefill), cmocka_unit_test(test_cancel_costs_no_further_step),
       cmocka_unit_test(test_deadline), cmocka_unit_test(test_device_error), cmocka_unit_test(test_bad_requests_are_refused),
       cmocka_unit_test(test_queue_is_shared), cmocka_unit_test(test_release_cancels), cmocka_unit_test(test_stop_ids_and_min_tokens),
   };

@@ -207,6 +207,28 @@ static void test_cancel_twice(void **state)
   rig_close(&rig);
 }
 
+/* The engine hears of it on the thread that cancels, not when the delivery thread comes to it: that one is held up in a sink here. */
+static void test_cancel_does_not_wait_for_the_delivery(void **state)
+{
+  struct rig rig;
+  struct recorder busy, r;
+  rig_open(&rig);
+  struct api_call *first = start(&rig, &busy, API_COMPLETION, "{\"prompt\":\"a\",\"max_tokens\":9}");
+  struct api_call *call = start(&rig, &r, API_COMPLETION, "{\"prompt\":[\"a\",\"b\"],\"max_tokens\":9}");
+  pthread_mutex_lock(&busy.mutex); /* its sink waits for this */
+  type(0, 0, "x");
+  notify(&rig);
+  api_call_cancel(call, SITS_CANCELLED);
+  uint64_t second = fake_look(1).cancelled, third = fake_look(2).cancelled;
+  pthread_mutex_unlock(&busy.mutex);
+  assert_true(second == UINT64_MAX && third == UINT64_MAX);
+  api_call_cancel(first, SITS_CANCELLED);
+  wait_for(&busy, &busy.n_done, 1);
+  finish_and_check(&rig, &r, call, SITS_CANCELLED, "");
+  api_call_release(first);
+  rig_close(&rig);
+}
+
 static void test_abort_all(void **state)
 {
   struct rig rig;
@@ -435,7 +457,8 @@ int main(void)
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_text_comes_out_by_whole_characters), cmocka_unit_test(test_end_token_is_counted_and_not_shown),
     cmocka_unit_test(test_stop_string_over_tokens_ends_the_choice), cmocka_unit_test(test_engine_error_ends_the_call),
-    cmocka_unit_test(test_cancel_twice), cmocka_unit_test(test_abort_all), cmocka_unit_test(test_a_stop_during_submission),
+    cmocka_unit_test(test_cancel_twice), cmocka_unit_test(test_cancel_does_not_wait_for_the_delivery),
+    cmocka_unit_test(test_abort_all), cmocka_unit_test(test_a_stop_during_submission),
     cmocka_unit_test(test_a_full_sink_leaves_events_in_the_ring),
     cmocka_unit_test(test_a_batch_is_admitted_whole_or_not), cmocka_unit_test(test_echo_and_prompt_logprobs),
     cmocka_unit_test(test_parameters_reach_the_engine), cmocka_unit_test(test_default_lengths_and_context),

@@ -66,7 +66,7 @@ static void list_files(struct log *log)
 static enum sits_status verify(struct log *log, struct audit_report *report, struct sits_error *err)
 {
   list_files(log);
-  return audit_verify(log->files, log->n_files, report, err);
+  return audit_verify(log->files, log->n_files, NULL, report, err);
 }
 
 static void assert_whole(struct log *log, struct audit_report *report)
@@ -326,18 +326,160 @@ static void test_swapped_missing_and_foreign_files_are_found(void **state)
   const char *swapped = log->files[1];
   log->files[1] = log->files[2];
   log->files[2] = swapped;
-  assert_int_equal(audit_verify(log->files, log->n_files, &report, &err), SITS_FORMAT);
+  assert_int_equal(audit_verify(log->files, log->n_files, NULL, &report, &err), SITS_FORMAT);
   assert_non_null(strstr(err.text, "swapped"));
   list_files(log);
   memmove(log->files + 2, log->files + 3, sizeof *log->files * (size_t)(log->n_files - 3));
-  assert_int_equal(audit_verify(log->files, log->n_files - 1, &report, &err), SITS_FORMAT);
+  assert_int_equal(audit_verify(log->files, log->n_files - 1, NULL, &report, &err), SITS_FORMAT);
   list_files(log);
-  assert_int_equal(audit_verify(log->files + 2, log->n_files - 2, &report, &err), SITS_OK); /* old files may be moved away */
+  assert_int_equal(audit_verify(log->files + 2, log->n_files - 2, NULL, &report, &err), SITS_OK); /* old files may be moved away */
   assert_true(report.first_seq > 0);
   const char *missing[] = {"/nonexistent"};
-  assert_int_equal(audit_verify(missing, 1, &report, &err), SITS_NOT_FOUND);
+  assert_int_equal(audit_verify(missing, 1, NULL, &report, &err), SITS_NOT_FOUND);
   spill(log->path, "not\n", 4);
   assert_bad(log, "is no line of an audit log");
+}
+
+/* ---- under a key ---- */
+
+/* What who may write the files can do: change a line, hash it and all that follow anew, and the head. */
+static void forge(const struct log *log)
+{
+  size_t n;
+  char *bytes = slurp(log->path, &n), prev[65] = "", head[128], text[128];
+  memcpy(strstr(bytes, "\"id\":\"r3\"") + 6, "XX", 2);
+  int number = -1;
+  for (char *line = bytes, *end; line < bytes + n; line = end + 1, number++) {
+    end = strchr(line, '\n');
+    if (prev[0]) memcpy(strstr(line, "\"prev\":\"") + 8, prev, 64);
+    char *tail = end - 2 - 64 - 9;
+    assert_memory_equal(tail, ",\"hash\":\"", 9);
+    sha256_hex(line, (size_t)(tail - line), prev);
+    memcpy(tail + 9, prev, 64);
+  }
+  spill(log->path, bytes, n);
+  snprintf(head, sizeof head, "%s.head", log->path);
+  spill(head, text, (size_t)snprintf(text, sizeof text, "%020d %s\n", number, prev));
+  free(bytes);
+}
+
+static enum sits_status verify_keyed(struct log *log, const char *key, struct sits_error *err)
+{
+  char path[128];
+  struct audit_mac *mac = NULL;
+  struct audit_report report;
+  snprintf(path, sizeof path, "%s/key", log->folder);
+  spill(path, key, strlen(key));
+  assert_int_equal(audit_mac_open(path, &mac, err), SITS_OK);
+  list_files(log);
+  enum sits_status status = audit_verify(log->files, log->n_files, mac, &report, err);
+  audit_mac_close(mac);
+  return status;
+}
+
+static enum sits_status write_keyed(struct log *log, const char *key, struct sits_error *err)
+{
+  char path[128];
+  struct audit *audit = NULL;
+  snprintf(path, sizeof path, "%s/key", log->folder);
+  spill(path, key, strlen(key));
+  struct audit_options options = {.path = log->path, .key_file = path, .rotate_bytes = 1 << 20, .rotate_us = 3600000000,
+                                  .queue_bytes = 1 << 20};
+  enum sits_status status = audit_open(&options, log->metrics, &audit, err);
+  if (status) return status;
+  write_lines(audit, 10);
+  audit_close(audit);
+  return SITS_OK;
+}
+
+static void test_who_edits_cannot_chain_anew_without_the_key(void **state)
+{
+  static const char key[] = "0123456789abcdef0123456789abcdef\n", other[] = "0123456789abcdef0123456789abcdeg\n";
+  struct log *log = *state;
+  struct audit_report report;
+  struct sits_error err = {0};
+  struct audit *audit = open_log(log, 1 << 20, 1 << 20);
+  write_lines(audit, 10);
+  audit_close(audit);
+  forge(log);
+  assert_whole(log, &report); /* without a key the forgery is perfect */
+  assert_int_equal(write_keyed(log, key, &err), SITS_FORMAT);
+  assert_non_null(strstr(err.text, "under this key"));
+  char head[128];
+  snprintf(head, sizeof head, "%s.head", log->path);
+  unlink(log->path);
+  unlink(head);
+  for (int i = 0; i < 2; i++) assert_int_equal(write_keyed(log, key, &err), SITS_OK); /* and a start that goes on */
+  assert_int_equal(verify_keyed(log, key, &err), SITS_OK);
+  assert_int_equal(verify_keyed(log, other, &err), SITS_FORMAT);
+  assert_int_equal(write_keyed(log, other, &err), SITS_FORMAT);
+  assert_bad(log, "under a key");
+  size_t n, n_head;
+  char *bytes = slurp(log->path, &n), *old_head = slurp(head, &n_head), link[256];
+  forge(log);
+  assert_int_equal(verify_keyed(log, key, &err), SITS_FORMAT);
+  spill(head, old_head, n_head);
+  assert_int_equal(verify_keyed(log, key, &err), SITS_FORMAT);
+  assert_non_null(strstr(err.text, "line 1 was changed"));
+  size_t cut = offset_of_line(bytes, 8); /* a tail cut, and the head set to the line before the cut with what stands in that line */
+  spill(log->path, bytes, cut);
+  assert_int_equal(verify_keyed(log, key, &err), SITS_FORMAT);
+  snprintf(link, sizeof link, "%020d %.64s %.64s\n", 6, bytes + cut - 3 - 64, old_head + 86);
+  spill(head, link, strlen(link));
+  assert_int_equal(verify_keyed(log, key, &err), SITS_FORMAT);
+  assert_non_null(strstr(err.text, "it was changed"));
+  spill(log->path, bytes, n);
+  spill(head, old_head, n_head);
+  assert_int_equal(verify_keyed(log, key, &err), SITS_OK);
+  free(bytes);
+  free(old_head);
+}
+
+static void test_keys_that_are_none(void **state)
+{
+  struct log *log = *state;
+  struct sits_error err = {0};
+  struct audit_mac *mac = NULL;
+  char path[128];
+  static char bytes[4200];
+  snprintf(path, sizeof path, "%s/key", log->folder);
+  assert_int_equal(audit_mac_open(path, &mac, &err), SITS_IO);
+  memset(bytes, 'k', sizeof bytes);
+  bytes[32] = '\n';
+  const struct { size_t n; enum sits_status status; } cases[] = {{0, SITS_CONFIG}, {31, SITS_CONFIG}, {32, SITS_OK}, {33, SITS_OK},
+                                                                  {4096, SITS_OK}, {4097, SITS_CONFIG}, {4200, SITS_CONFIG}};
+  char id[AUDIT_KEY_ID_BYTES] = "";
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    spill(path, bytes, cases[i].n);
+    assert_int_equal(audit_mac_open(path, &mac, &err), cases[i].status);
+    if (cases[i].status) continue;
+    assert_int_equal(strlen(audit_mac_key_id(mac)), 16);
+    if (cases[i].n == 33) assert_string_equal(audit_mac_key_id(mac), id); /* the newline is no part of it */
+    snprintf(id, sizeof id, "%s", audit_mac_key_id(mac));
+    char hex[SHA256_HEX_BYTES], again[SHA256_HEX_BYTES];
+    audit_mac_hex(mac, "what", 4, hex);
+    audit_mac_hex(mac, "what", 4, again);
+    assert_string_equal(hex, again);
+    audit_mac_close(mac);
+  }
+}
+
+/* RFC 4231, case 7: a key longer than a block, which is hashed first. */
+static void test_the_hash_is_hmac_sha256(void **state)
+{
+  static const char data[] = "This is a test using a larger than block-size key and a larger than block-size data. The key needs to be "
+                             "hashed before being used by the HMAC algorithm.";
+  struct log *log = *state;
+  struct sits_error err;
+  struct audit_mac *mac = NULL;
+  char path[128], key[131], hex[SHA256_HEX_BYTES];
+  memset(key, 0xaa, sizeof key);
+  snprintf(path, sizeof path, "%s/key", log->folder);
+  spill(path, key, sizeof key);
+  assert_int_equal(audit_mac_open(path, &mac, &err), SITS_OK);
+  audit_mac_hex(mac, data, sizeof data - 1, hex);
+  assert_string_equal(hex, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2");
+  audit_mac_close(mac);
 }
 
 /* ---- going on ---- */
@@ -542,7 +684,9 @@ int main(void)
     TEST(test_100000_lines_over_rotations_verify), TEST(test_age_rotates), TEST(test_line_says_who_what_when_how_much),
     TEST(test_flipped_bytes_are_found), TEST(test_removed_lines_are_found), TEST(test_cut_tail_is_found),
     TEST(test_swapped_missing_and_foreign_files_are_found), TEST(test_chain_goes_on_after_a_stop_and_a_crash),
-    TEST(test_files_that_are_none_of_ours_are_left_alone), TEST(test_full_disk_is_told_and_counted_and_passes),
+    TEST(test_files_that_are_none_of_ours_are_left_alone),
+    TEST(test_who_edits_cannot_chain_anew_without_the_key), TEST(test_keys_that_are_none), TEST(test_the_hash_is_hmac_sha256),
+    TEST(test_full_disk_is_told_and_counted_and_passes),
     TEST(test_what_a_full_disk_held_back_is_written_at_the_end), TEST(test_a_rotation_that_fails_halfway_is_taken_back),
     TEST(test_full_queue_loses_lines_counts_and_tells), TEST(test_allocation_failures), cmocka_unit_test(test_traceparent)};
   return cmocka_run_group_tests(tests, NULL, NULL);
