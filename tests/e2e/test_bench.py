@@ -1,4 +1,4 @@
-"""sits2026-bench engine: what it cannot measure is refused, not reported."""
+"""sits2026-bench: what it cannot measure is refused, not reported."""
 import subprocess
 
 import pytest
@@ -19,3 +19,16 @@ def test_engine_refuses(args, text):
                            *map(str, args)], capture_output=True, text=True, timeout=60 * SLOW)
     assert done.returncode == 1 and text in done.stderr, (done.returncode, done.stderr)
     assert not done.stdout
+
+
+@pytest.mark.skipif(not TINY.exists(), reason="shared test data absent")
+@pytest.mark.parametrize("args,text", [
+    (("--prefill", "513", "--batch", ""), "--prefill 513 is more than the model's context of 512"),
+    (("--prefill", "", "--context", "500", "--steps", "13"), "--context 500 and --steps 13 are together more"),
+    (("--prefill", "512", "--batch", "", "--context", "500", "--steps", "20", "--repeat", "1"), None),
+    (("--prefill", "", "--batch", "1", "--context", "500", "--steps", "12"), None),
+])
+def test_throughput_keeps_to_the_models_context(args, text):
+    done = subprocess.run([str(BIN / "sits2026-bench"), "throughput", "--model", str(TINY), "--device", "cpu", "--threads", "1", *args],
+                          capture_output=True, text=True, timeout=60 * SLOW)
+    assert (done.returncode == 1 and text in done.stderr and not done.stdout) if text else done.returncode == 0, done.stderr

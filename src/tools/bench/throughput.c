@@ -247,6 +247,19 @@ static json_t *collectives_of(const struct runner *runner)
   return out;
 }
 
+/* What the sizes ask for must be what a request could be. */
+static bool is_within_context(const struct throughput_options *options, int64_t longest_prompt, int64_t longest,
+                              const struct runner *runner)
+{
+  const int32_t most = runner->model->config.max_context;
+  if (longest_prompt > most)
+    fprintf(stderr, "--prefill %lld is more than the model's context of %d tokens\n", (long long)longest_prompt, most);
+  else if (longest > most)
+    fprintf(stderr, "--context %lld and --steps %lld are together more than the model's context of %d tokens\n",
+            (long long)options->context, (long long)options->steps, most);
+  return longest_prompt <= most && longest <= most;
+}
+
 static int64_t largest(const int64_t *values, int n)
 {
   int64_t most = 0;
@@ -264,7 +277,7 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   double *times = mem_calloc((size_t)options->steps, sizeof *times), *host_times = mem_calloc((size_t)options->steps, sizeof *times);
   json_t *prefill = json_array(), *decode = json_array();
   int64_t most_seqs = largest(batches, n_batches), longest_prompt = largest(prompts, n_prompts);
-  int64_t longest = options->context + options->steps;
+  int64_t longest = n_batches ? options->context + options->steps : 0;
   if (most_seqs < options->prompts) most_seqs = options->prompts;
   int32_t pages_per_seq = (int32_t)(((longest_prompt > longest ? longest_prompt : longest) + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
   int64_t most_tokens = options->max_batch_tokens > most_seqs ? options->max_batch_tokens : most_seqs;
@@ -276,7 +289,12 @@ static int measure(const struct throughput_options *options, const int64_t *prom
           .max_batch_tokens = (int32_t)most_tokens,
                   .max_seqs = (int32_t)most_seqs}};
   int status = 1;
-  if (runner_open(&runner, &open, &err) || runner_kv_create(&runner, (int32_t)most_seqs * pages_per_seq, &err)) {
+  if (runner_open(&runner, &open, &err)) {
+    fprintf(stderr, "%s\n", err.text);
+    goto done;
+  }
+  if (!is_within_context(options, longest_prompt, longest, &runner)) goto done;
+  if (runner_kv_create(&runner, (int32_t)most_seqs * pages_per_seq, &err)) {
     fprintf(stderr, "%s\n", err.text);
     goto done;
   }
