@@ -87,6 +87,14 @@ def test_both_images_end_alike():
     assert ends[0][0] == "USER 10001:10001"
 
 
+def test_images_take_only_what_was_installed():
+    """Not all of the build stage's /usr/local: in the CUDA image the toolkit lies there, gigabytes of it."""
+    for name in ("Dockerfile", "Dockerfile.cuda"):
+        text = (ROOT / "docker" / name).read_text()
+        assert re.findall(r"^COPY --from=.*", text, re.M) == ["COPY --from=build /out/usr/local /usr/local"]
+        assert "DESTDIR=/out cmake --install build/release --prefix /usr/local --strip" in text
+
+
 def test_images_build_with_the_packages_of_setup():
     """One list of libraries: scripts/lib.sh's."""
     wanted = set(re.findall(r"\blib[\w.+-]+-dev\b", re.search(r"BUILD_PACKAGES=\((.*?)\)", (ROOT / "scripts/lib.sh").read_text(), re.S)[1]))
