@@ -1,7 +1,8 @@
-"""The Kubernetes manifests: rendered overlays validate against the published schemas of Kubernetes (PyPI: kubernetes-validate), custom
-resources against a strict table of our own below (their schemas are on no package index that the tests may use), and rolling a
-deployment under load, played on local processes by its own manifest, loses no request."""
+"""The Kubernetes manifests: rendered overlays validate against the published schemas of Kubernetes (PyPI: kubernetes-validate) and of
+prometheus-operator (PyPI: cloudcoil-models-prometheus-operator), the other custom resources, whose schemas are on no package index,
+against crd_schemas.yaml; and rolling a deployment under load, played on local processes by its own manifest, loses no request."""
 import json
+import pathlib
 import shutil
 import subprocess
 
@@ -12,71 +13,68 @@ from kubelet import Cluster, Load, deployment_of
 from kustomize import render
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
+jsonschema = pytest.importorskip("jsonschema")
 FOLDER = ROOT / "configs/kubernetes"
 OVERLAYS = sorted(p.name for p in (FOLDER / "overlays").iterdir())
 EVERY = [FOLDER / "base", *(FOLDER / "overlays" / name for name in OVERLAYS)]
 VERSION = "1.31"
 
-# The fields that the custom resources may have, by the API's published types: a type, a set of words, [item] for lists, {key: ...} for
-# objects, {str: type} for maps. POD stands for a pod template, which the Kubernetes schemas check. A key that ends in "!" is required.
-POD = object()
-LABELS = {str: str}
-CRDS = {
-    ("monitoring.coreos.com/v1", "ServiceMonitor"): {
-        "selector!": {"matchLabels": LABELS}, "namespaceSelector": {"any": bool, "matchNames": [str]}, "jobLabel": str,
-        "endpoints!": [{"port": str, "path": str, "interval": str, "scrapeTimeout": str, "scheme": {"http", "https"},
-                        "honorLabels": bool}]},
-    ("inference.networking.k8s.io/v1", "InferencePool"): {
-        "selector!": {"matchLabels!": LABELS}, "targetPorts!": [{"number!": int}],
-        "endpointPickerRef!": {"group": str, "kind": str, "name!": str, "port": {"number!": int},
-                               "failureMode": {"FailOpen", "FailClose"}}},
-    ("gateway.networking.k8s.io/v1", "HTTPRoute"): {
-        "parentRefs!": [{"group": str, "kind": str, "name!": str, "namespace": str, "sectionName": str, "port": int}], "hostnames": [str],
-        "rules!": [{"matches": [{"path": {"type": {"Exact", "PathPrefix", "RegularExpression"}, "value": str}}],
-                    "backendRefs": [{"group": str, "kind": str, "name!": str, "namespace": str, "port": int, "weight": int}],
-                    "timeouts": {"request": str, "backendRequest": str}}]},
-    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
-        "replicas": int, "startupPolicy": {"LeaderCreated", "LeaderReady"},
-        "rolloutStrategy": {"type!": {"RollingUpdate"},
-                            "rollingUpdateConfiguration": {"maxUnavailable": int, "maxSurge": int, "partition": int}},
-        "leaderWorkerTemplate!": {"size": int, "restartPolicy": {"RecreateGroupOnPodRestart", "None"}, "leaderTemplate": POD,
-                                  "workerTemplate!": POD},
-        "networkConfig": {"subdomainPolicy": {"Shared", "UniquePerReplica"}}},
+CRDS = yaml.safe_load((pathlib.Path(__file__).parent / "crd_schemas.yaml").read_text())
+
+
+def check_pod(template):
+    pod = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"},
+           "spec": {"selector": {"matchLabels": template["metadata"]["labels"]}, "template": template}}
+    kubernetes_validate.validate(pod, VERSION, strict=True)
+
+
+RULES = {
+    "service-has-port": lambda ref: ref.get("group", "") != "" or ref.get("kind", "Service") != "Service" or "port" in ref,
+    "something-moves": lambda roll: roll.get("maxUnavailable", 1) not in (0, "0%") or roll.get("maxSurge", 0) not in (0, "0%"),
 }
 
 
-def check(value, kind, path):
-    if kind is POD:
-        pod = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"},
-               "spec": {"selector": {"matchLabels": value["metadata"]["labels"]}, "template": value}}
-        kubernetes_validate.validate(pod, VERSION, strict=True)
-    elif isinstance(kind, set):
-        assert value in kind, f"{path}: {value}"
-    elif isinstance(kind, list):
-        assert isinstance(value, list) and value, path
-        for i, item in enumerate(value):
-            check(item, kind[0], f"{path}[{i}]")
-    elif isinstance(kind, dict) and str in kind:
-        assert all(isinstance(k, str) and isinstance(v, kind[str]) for k, v in value.items()), path
-    elif isinstance(kind, dict):
-        fields = {k.rstrip("!"): v for k, v in kind.items()}
-        assert isinstance(value, dict) and set(value) <= set(fields), f"{path}: {set(value) - set(fields)}"
-        assert {k[:-1] for k in kind if k.endswith("!")} <= set(value), path
-        for key, item in value.items():
-            check(item, fields[key], f"{path}.{key}")
-    else:
-        assert type(value) is kind, f"{path}: {value!r}"
+def rule_holds(validator, name, value, schema):
+    if not RULES[name](value):
+        yield jsonschema.ValidationError(f"{name}: {value}")
+
+
+def pod_holds(validator, wanted, value, schema):
+    check_pod(value)
+    return ()
+
+
+Structural = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"x-rules": rule_holds, "x-pod": pod_holds})
+
+
+def check_model(item):
+    """By the classes that are generated from the operator's published definitions. They let unknown fields pass; here those show as fields
+    that are not there any more when the object is written out again."""
+    monitoring = pytest.importorskip("cloudcoil.models.prometheus_operator.v1")
+    written = getattr(monitoring, item["kind"]).model_validate(item).model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+    def compare(a, b, path):
+        if isinstance(a, dict):
+            assert set(a) <= set(b), f"{path}: unknown {set(a) - set(b)}"
+            for key in a:
+                compare(a[key], b[key], f"{path}.{key}")
+        elif isinstance(a, list):
+            for i, (x, y) in enumerate(zip(a, b, strict=True)):
+                compare(x, y, f"{path}[{i}]")
+    compare(item, written, item["kind"])
 
 
 def validate(item):
     """Whether the object is what its API takes; raises otherwise."""
-    known = CRDS.get((item["apiVersion"], item["kind"]))
-    if known is None:
+    schema = CRDS.get(f"{item['apiVersion']}/{item['kind']}")
+    if item["apiVersion"] == "monitoring.coreos.com/v1":
+        check_model(item)
+    elif schema:
+        assert set(item) == {"apiVersion", "kind", "metadata", "spec"}
+        Structural(schema).validate(item["spec"])
+    else:
         assert "." not in item["apiVersion"].split("/")[0] or item["apiVersion"].split("/")[0].endswith("k8s.io"), item["apiVersion"]
         kubernetes_validate.validate(item, VERSION, strict=True)
-        return
-    assert set(item) == {"apiVersion", "kind", "metadata", "spec"}
-    check(item["spec"], known, item["kind"])
 
 
 @pytest.mark.parametrize("folder", EVERY, ids=lambda p: p.name)
@@ -107,13 +105,30 @@ def test_the_validation_sees_mistakes(change):
         validate(deployment)
 
 
+def pool_ref(spec):
+    return spec["endpointPickerRef"]
+
+
+def template(spec):
+    return spec["leaderWorkerTemplate"]
+
+
 @pytest.mark.parametrize("kind,change", [
     ("InferencePool", lambda s: s.update(targetPortNumber=8000)), ("InferencePool", lambda s: s["targetPorts"][0].update(number="8000")),
-    ("HTTPRoute", lambda s: s.pop("parentRefs")), ("ServiceMonitor", lambda s: s["endpoints"][0].update(intervall="5s")),
-    ("LeaderWorkerSet", lambda s: s["leaderWorkerTemplate"].update(restartPolicy="Always")),
-    ("LeaderWorkerSet", lambda s: s["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0].update(prots=[])),
+    ("InferencePool", lambda s: s["targetPorts"][0].update(number=0)),
+    ("InferencePool", lambda s: s.update(targetPorts=2 * s["targetPorts"])),
+    ("InferencePool", lambda s: pool_ref(s).pop("port")), ("InferencePool", lambda s: pool_ref(s).update(failureMode="FailOpened")),
+    ("InferencePool", lambda s: s["selector"].update(matchLabels={})), ("InferencePool", lambda s: s.pop("endpointPickerRef")),
+    ("HTTPRoute", lambda s: s.pop("parentRefs")), ("HTTPRoute", lambda s: s["rules"][0]["timeouts"].update(request="0")),
+    ("HTTPRoute", lambda s: s["rules"][0]["backendRefs"][0].update(group="", kind="Service")),
+    ("HTTPRoute", lambda s: s["rules"][0]["matches"][0]["path"].update(value="v1")), ("HTTPRoute", lambda s: s.update(rules=[])),
+    ("ServiceMonitor", lambda s: s["endpoints"][0].update(intervall="5s")), ("ServiceMonitor", lambda s: s.pop("selector")),
+    ("ServiceMonitor", lambda s: s["endpoints"][0].update(interval="5 s")), ("ServiceMonitor", lambda s: s.update(endpoint=[])),
+    ("LeaderWorkerSet", lambda s: template(s).update(restartPolicy="Always")), ("LeaderWorkerSet", lambda s: template(s).update(size=0)),
+    ("LeaderWorkerSet", lambda s: s["rolloutStrategy"]["rollingUpdateConfiguration"].update(maxUnavailable=0)),
+    ("LeaderWorkerSet", lambda s: template(s)["workerTemplate"]["spec"]["containers"][0].update(prots=[])),
 ])
-def test_the_table_sees_mistakes(kind, change):
+def test_the_schemas_see_mistakes(kind, change):
     objects = [o for folder in [*EVERY, *(FOLDER / "components").iterdir()] for o in render(folder)]
     item = next(o for o in objects if o["kind"] == kind)
     validate(item)
