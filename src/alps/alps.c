@@ -180,6 +180,7 @@ void alps_requeue(struct alps *alps, int32_t id, int32_t n_known)
   e->state = ALPS_WAITING;
   e->was_preempted = true;
   e->request.n_known = n_known;
+  e->request.n_ready = 0;
   e->n_computed = e->n_pages = e->copy_pages = e->n_draft = 0;
   if (e->is_held) park(alps, id);
   else alps_queue_add(alps, id);
@@ -337,8 +338,8 @@ void alps_check(const struct alps *alps)
       n_parked++;
     } else if (e->state == ALPS_WAITING) {
       n_waiting[c]++;
-      tokens[c] += e->request.n_known;
-      if (alps->options.ttft_target_us > 0 && !e->was_preempted && !e->is_late) timely[c] += e->request.n_known;
+      tokens[c] += alps_to_read(e);
+      if (alps->options.ttft_target_us > 0 && !e->was_preempted && !e->is_late) timely[c] += alps_to_read(e);
       require(e->n_pages == 0 && e->run_at < 0, "a waiting entry holds nothing", id);
     } else {
       n_running[c]++;

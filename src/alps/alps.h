@@ -66,6 +66,7 @@ struct alps_request {
   uint64_t tenant;
   int64_t arrival_us;
   int32_t n_known;             /* tokens to be in the cache before the first draw: the prompt, and the output when pre-empted */
+  int32_t n_ready;             /* of those, how many the cache is thought to hold already; a guess, for deadlines and queue lengths */
   int32_t n_limit;             /* most tokens it can ever hold */
   int32_t width;               /* sequences that it becomes once its prompt is read (n choices) */
   bool wants_rows;             /* every prompt token needs a logit row (prompt logprobs) */
@@ -146,6 +147,11 @@ void alps_counts(const struct alps *alps, struct alps_counts *out);
 /* Ids of running entries; borrowed until the next call that changes something. */
 int32_t alps_running(const struct alps *alps, const int32_t **ids);
 const struct alps_cost *alps_cost_model(const struct alps *alps);
+/* What all running sequences that decode add to a step. */
+void alps_decode_work(const struct alps *alps, struct alps_cost_work *work);
+/* Predicted time until n_tokens more than all that is being read or waits have been read, beside decodes that make up `decodes` and keep
+ * to their target. 0 while nothing is known of the device. */
+double alps_reading_us(const struct alps *alps, const struct alps_cost_work *decodes, int64_t n_tokens);
 /* Abort when a rule of the planner's own state is broken. */
 void alps_check(const struct alps *alps);
 

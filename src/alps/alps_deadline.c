@@ -26,12 +26,12 @@ void alps_timely_add(struct alps *alps, int32_t id)
 {
   struct alps_entry *e = &alps->entries[id];
   struct alps_class *c = &alps->classes[e->request.service_class];
-  int32_t *head = &c->timely[length_bucket(e->request.n_known)];
+  int32_t *head = &c->timely[length_bucket(alps_to_read(e))];
   e->length_prev = -1;
   e->length_next = *head;
   if (*head >= 0) alps->entries[*head].length_prev = id;
   *head = id;
-  c->timely_tokens += e->request.n_known;
+  c->timely_tokens += alps_to_read(e);
 }
 
 void alps_timely_remove(struct alps *alps, int32_t id)
@@ -39,9 +39,9 @@ void alps_timely_remove(struct alps *alps, int32_t id)
   struct alps_entry *e = &alps->entries[id];
   struct alps_class *c = &alps->classes[e->request.service_class];
   if (e->length_prev >= 0) alps->entries[e->length_prev].length_next = e->length_next;
-  else c->timely[length_bucket(e->request.n_known)] = e->length_next;
+  else c->timely[length_bucket(alps_to_read(e))] = e->length_next;
   if (e->length_next >= 0) alps->entries[e->length_next].length_prev = e->length_prev;
-  c->timely_tokens -= e->request.n_known;
+  c->timely_tokens -= alps_to_read(e);
 }
 
 void alps_note_reading(struct alps *alps, int32_t n_tokens, double step_us)
@@ -60,7 +60,7 @@ static double reading_us(const struct alps *alps, double n_tokens)
 bool alps_is_hopeless(const struct alps *alps, int32_t id)
 {
   const struct alps_entry *e = &alps->entries[id];
-  double done_us = (double)(alps->now_us - e->request.arrival_us) + reading_us(alps, e->request.n_known);
+  double done_us = (double)(alps->now_us - e->request.arrival_us) + reading_us(alps, alps_to_read(e));
   return done_us > (double)alps->options.ttft_target_us;
 }
 

@@ -105,6 +105,13 @@ void alps_forgo(struct alps *alps, int64_t running_tokens);
 bool alps_is_hopeless(const struct alps *alps, int32_t id);
 void alps_note_reading(struct alps *alps, int32_t n_tokens, double step_us);
 
+/* Tokens that a waiting entry will have to compute, as far as is known. */
+static inline int32_t alps_to_read(const struct alps_entry *entry)
+{
+  int32_t n = entry->request.n_known - entry->request.n_ready;
+  return n > 1 ? n : 1;
+}
+
 static inline bool alps_is_decoding(const struct alps_entry *entry)
 {
   return entry->request.n_known - entry->n_computed == 1 && entry->request.n_known > entry->n_prompt;

@@ -479,18 +479,23 @@ static bool has_several_classes(const struct alps *alps)
   return n > 1;
 }
 
+/* Time of a step with prompts, before the margin. is_lone: no tokens are held up by it; meet: several classes are about. */
+static double step_target(const struct alps *alps, bool is_lone, bool meet)
+{
+  double target = (double)alps->options.itl_target_us;
+  if (is_lone) return target == 0 ? LONE_PROMPT_US : fmax(SOFT_TARGET_US, QUIET_STEP * target);
+  return target == 0 ? fmax(meet ? DEFAULT_SLICE_US : SOFT_TARGET_US, SOFT_TARGET_STEPS * alps->decode_us) : target;
+}
+
 /* The time that prompts may take in this step. Where somebody decodes, the inter-token target says it. Where classes meet, a step is
  * also the time that a newly come high-class prompt waits at most, so it stays short even when nobody decodes or no target is set. */
 static void set_budget(struct planner *p)
 {
   struct alps *alps = p->alps;
   const struct alps_options *o = &alps->options;
-  double target = (double)o->itl_target_us;
-  bool meet = has_several_classes(alps);
+  bool meet = has_several_classes(alps), is_lone = p->plan->n_decode == 0 && !meet;
+  double target = step_target(alps, is_lone, meet);
   if (o->policy != ALPS_BUDGET) return;
-  bool is_lone = p->plan->n_decode == 0 && !meet; /* no tokens are held up */
-  if (is_lone) target = target == 0 ? LONE_PROMPT_US : fmax(SOFT_TARGET_US, QUIET_STEP * target);
-  else if (target == 0) target = fmax(meet ? DEFAULT_SLICE_US : SOFT_TARGET_US, SOFT_TARGET_STEPS * alps->decode_us);
   p->floor_us = PREFILL_FLOOR * target;
   p->budget_lower_us = target * alps->margin;
   /* No high-class tokens are held up, and nobody comes before it. */
@@ -498,6 +503,32 @@ static void set_budget(struct planner *p)
   p->budget_us = target * alps->margin;
   if (!meet) p->budget_lower_us = p->budget_us;
   p->plan->budget_us = (int64_t)p->budget_us;
+}
+
+void alps_decode_work(const struct alps *alps, struct alps_cost_work *work)
+{
+  *work = (struct alps_cost_work){0};
+  for (int32_t i = 0; i < alps->n_running; i++) {
+    const struct alps_entry *e = &alps->entries[alps->running[i]];
+    if (!e->is_held && alps_is_decoding(e)) alps_cost_add_decode(work, e->request.n_known);
+  }
+}
+
+double alps_reading_us(const struct alps *alps, const struct alps_cost_work *decodes, int64_t n_tokens)
+{
+  double target = step_target(alps, decodes->n_decode == 0, false);
+  if (alps->cost.n_observations == 0) return 0;
+  for (int32_t i = 0; i < alps->n_running; i++) {
+    const struct alps_entry *e = &alps->entries[alps->running[i]];
+    if (!alps_is_decoding(e)) n_tokens += e->request.n_known - e->n_computed;
+  }
+  for (int c = 0; c < ALPS_CLASSES; c++) n_tokens += alps->classes[c].waiting_tokens;
+  int64_t most = alps->options.max_batch_tokens - decodes->n_decode;
+  if (most > n_tokens) most = n_tokens;
+  int32_t chunk = alps_cost_chunk(&alps->cost, decodes, target * alps->margin, PREFILL_FLOOR * target, 0, (int32_t)most);
+  struct alps_cost_work step = *decodes;
+  alps_cost_add_chunk(&step, chunk > 0 ? chunk : 1, 0);
+  return alps_cost_predict(&alps->cost, &step) * (double)n_tokens / (chunk > 0 ? chunk : 1);
 }
 
 /* What a plan books before it is known whether it will run: time received and time saved up. */

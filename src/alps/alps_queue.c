@@ -104,7 +104,7 @@ void alps_queue_add(struct alps *alps, int32_t id)
   if (is_timed(alps, e)) alps_timely_add(alps, id);
   if (t->n_waiting++ == 0) place_tenant(alps, e->tenant);
   c->n_waiting++;
-  c->waiting_tokens += e->request.n_known;
+  c->waiting_tokens += alps_to_read(e);
 }
 
 void alps_queue_remove(struct alps *alps, int32_t id)
@@ -119,7 +119,7 @@ void alps_queue_remove(struct alps *alps, int32_t id)
   t->n_since_late = e->is_late ? 0 : t->n_since_late + 1;
   if (--t->n_waiting == 0) c->tenants_root = alps_heap_remove(&tenants, c->tenants_root, e->tenant);
   c->n_waiting--;
-  c->waiting_tokens -= e->request.n_known;
+  c->waiting_tokens -= alps_to_read(e);
 }
 
 void alps_queue_give_up(struct alps *alps, int32_t id)
