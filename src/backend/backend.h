@@ -155,6 +155,14 @@ struct backend_vtable {
   enum sits_status (*kv_read_page)(struct backend_kv *kv, int32_t page, void *host);        /* swap out: kv_page_bytes bytes */
   enum sits_status (*kv_write_page)(struct backend_kv *kv, int32_t page, const void *host); /* swap in */
 
+  /* Pages into the memory of another device of this kind, both memories alike but for n_pages; NULL where not offered. kv_expect, on the
+   * thread of `kv`: pages that stand in no block table of a batch will be written from outside; what is kept beside them is forgotten.
+   * kv_send, on the thread of `from`, between its batches: begin to copy whole pages there, as the newest batch left them. kv_sent, same
+   * thread: wait until all that was begun is there; until then nobody may write the sources or use the targets. */
+  void (*kv_expect)(struct backend_kv *kv, const int32_t *pages, int32_t n);
+  enum sits_status (*kv_send)(struct backend_kv *from, struct backend_kv *to, const struct kv_copy *copies, int32_t n);
+  enum sits_status (*kv_sent)(struct backend_kv *from);
+
   /* Start a batch; then wait for it. */
   enum sits_status (*submit)(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *batch);
   enum sits_status (*wait)(struct backend_program *program, struct backend_result *result);

@@ -67,6 +67,8 @@ enum sits_status kv_open(struct kv *kv, struct kv_owner owner, int32_t *slot) SI
 /* Find the longest run of indexed full pages that begins tokens[0..n) and reference them. Returns the tokens covered, a multiple of
  * KV_TOKENS and < n, so that at least one token is left to compute. The slot must be empty. Counts one query. */
 int32_t kv_attach(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n);
+/* The same, but counts nothing. */
+int32_t kv_attach_uncounted(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n);
 /* How many tokens kv_attach would find now; counts nothing. */
 int32_t kv_match(const struct kv *kv, struct kv_owner owner, const int32_t *tokens, int32_t n);
 /* Pages that kv_reserve(slot, n_tokens) would take from free and cached ones. */

@@ -37,7 +37,7 @@ int32_t kv_match(const struct kv *kv, struct kv_owner owner, const int32_t *toke
   return match(kv, owner, tokens, n, NULL, &serial) * KV_TOKENS;
 }
 
-int32_t kv_attach(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
+int32_t kv_attach_uncounted(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
 {
   struct kv_slot *s = &kv->slots[slot];
   assert(s->is_open && s->n_pages == 0);
@@ -48,11 +48,17 @@ int32_t kv_attach(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
   s->n_pages = s->n_indexed = n_found;
   s->n_tokens = n_found * KV_TOKENS;
   s->last_serial = serial;
+  return s->n_tokens;
+}
+
+int32_t kv_attach(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
+{
+  int32_t n_found = kv_attach_uncounted(kv, slot, tokens, n);
   if (kv->options.prefix_caching) {
     kv->query_tokens += (uint64_t)n;
-    kv->hit_tokens += (uint64_t)s->n_tokens;
+    kv->hit_tokens += (uint64_t)n_found;
   }
-  return s->n_tokens;
+  return n_found;
 }
 
 bool kv_must_copy(const struct kv *kv, int32_t slot)

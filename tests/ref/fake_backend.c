@@ -10,13 +10,16 @@
 #include "base/hash.h"
 #include "base/mem.h"
 
+enum { FAKE_MAX_DRAWN = 1024, FAKE_MAX_SENDS = 64 };
+
 struct backend_kv {
   int32_t *ids;               /* [n_pages][P], -1 = never written */
   int32_t *written_by;        /* [n_pages][P] batch that wrote it last */
+  bool *is_expected;          /* [n_pages] by kv_expect, until it is sent */
   int32_t n_pages;
+  struct { struct backend_kv *to; struct kv_copy copy; } sends[FAKE_MAX_SENDS]; /* begun, done in kv_sent or when there are many */
+  int32_t n_sends;
 };
-
-enum { FAKE_MAX_DRAWN = 1024 };
 
 struct backend_program {
   struct fake_rig *rig;
@@ -101,6 +104,34 @@ static enum sits_status read_page(struct backend_kv *kv, int32_t page, void *hos
 static enum sits_status write_page(struct backend_kv *kv, int32_t page, const void *host)
 {
   memcpy(kv->ids + page * KV_PAGE_TOKENS, host, KV_PAGE_TOKENS * sizeof(int32_t));
+  return SITS_OK;
+}
+
+static void expect_pages(struct backend_kv *kv, const int32_t *pages, int32_t n)
+{
+  for (int32_t i = 0; i < n; i++) kv->is_expected[pages[i]] = true;
+}
+
+/* Late, so that a source given back too early or a target used too early shows. */
+static enum sits_status finish_sends(struct backend_kv *from)
+{
+  for (int32_t i = 0; i < from->n_sends; i++)
+    memcpy(from->sends[i].to->ids + from->sends[i].copy.to_page * KV_PAGE_TOKENS,
+           from->ids + from->sends[i].copy.from_page * KV_PAGE_TOKENS, KV_PAGE_TOKENS * sizeof(int32_t));
+  from->n_sends = 0;
+  return SITS_OK;
+}
+
+static enum sits_status send_pages(struct backend_kv *from, struct backend_kv *to, const struct kv_copy *copies, int32_t n)
+{
+  for (int32_t i = 0; i < n; i++) {
+    require(to->is_expected[copies[i].to_page], "a page is sent that nobody expects");
+    to->is_expected[copies[i].to_page] = false;
+    for (int32_t t = 0; t < KV_PAGE_TOKENS; t++) to->ids[copies[i].to_page * KV_PAGE_TOKENS + t] = -2;
+    if (from->n_sends == FAKE_MAX_SENDS) (void)finish_sends(from);
+    from->sends[from->n_sends].to = to;
+    from->sends[from->n_sends++].copy = copies[i];
+  }
   return SITS_OK;
 }
 
@@ -231,7 +262,8 @@ static enum sits_status wait_batch(struct backend_program *program, struct backe
 
 static const struct backend_vtable FAKE = {
     .abi = BACKEND_ABI, .name = "fake", .kv_page_bytes = page_bytes, .kv_copy_pages = copy_pages, .kv_read_page = read_page,
-    .kv_write_page = write_page, .submit = submit, .wait = wait_batch,
+    .kv_write_page = write_page, .kv_expect = expect_pages, .kv_send = send_pages, .kv_sent = finish_sends, .submit = submit,
+    .wait = wait_batch,
 };
 
 const struct backend_vtable *fake_vtable(void)
@@ -334,7 +366,8 @@ int fake_rig_init(struct fake_rig *rig, const struct fake_options *options)
   rig->kv->n_pages = options->n_pages;
   rig->kv->ids = mem_alloc(n * sizeof(int32_t));
   rig->kv->written_by = mem_calloc(n, sizeof(int32_t));
-  if (!rig->program->logits || !rig->kv->ids || !rig->kv->written_by) return -1;
+  rig->kv->is_expected = mem_calloc((size_t)options->n_pages, sizeof(bool));
+  if (!rig->program->logits || !rig->kv->ids || !rig->kv->written_by || !rig->kv->is_expected) return -1;
   memset(rig->kv->ids, 0xff, n * sizeof(int32_t));
   return 0;
 }
@@ -346,6 +379,7 @@ void fake_rig_fini(struct fake_rig *rig)
   if (rig->kv) {
     mem_free(rig->kv->ids);
     mem_free(rig->kv->written_by);
+    mem_free(rig->kv->is_expected);
   }
   mem_free(rig->kv);
 }

@@ -99,3 +99,26 @@ enum sits_status cpu_kv_write_page(struct backend_kv *kv, int32_t page, const vo
   if (kv->open != NULL) cpu_kv_open_written(kv, page);
   return SITS_OK;
 }
+
+void cpu_kv_expect(struct backend_kv *kv, const int32_t *pages, int32_t n)
+{
+  for (int32_t i = 0; i < n && kv->open != NULL; i++)
+    if (is_page(kv, pages[i])) cpu_kv_open_written(kv, pages[i]);
+}
+
+/* At once, by the calling thread: a whole page has no open group any more. */
+enum sits_status cpu_kv_send(struct backend_kv *from, struct backend_kv *to, const struct kv_copy *copies, int32_t n)
+{
+  if (from->page_bytes != to->page_bytes || from->codec != to->codec) return SITS_INVALID_ARGUMENT;
+  for (int32_t i = 0; i < n; i++)
+    if (!is_page(from, copies[i].from_page) || !is_page(to, copies[i].to_page)) return SITS_INVALID_ARGUMENT;
+  for (int32_t i = 0; i < n; i++)
+    memcpy(cpu_kv_block(to, copies[i].to_page, 0, 0), cpu_kv_block(from, copies[i].from_page, 0, 0), from->page_bytes);
+  return SITS_OK;
+}
+
+enum sits_status cpu_kv_sent(struct backend_kv *from)
+{
+  (void)from;
+  return SITS_OK;
+}

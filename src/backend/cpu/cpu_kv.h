@@ -86,5 +86,8 @@ void cpu_kv_destroy(struct backend_kv *kv);
 enum sits_status cpu_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n) SITS_MUST_CHECK;
 enum sits_status cpu_kv_read_page(struct backend_kv *kv, int32_t page, void *host) SITS_MUST_CHECK;
 enum sits_status cpu_kv_write_page(struct backend_kv *kv, int32_t page, const void *host) SITS_MUST_CHECK;
+void cpu_kv_expect(struct backend_kv *kv, const int32_t *pages, int32_t n);
+enum sits_status cpu_kv_send(struct backend_kv *from, struct backend_kv *to, const struct kv_copy *copies, int32_t n) SITS_MUST_CHECK;
+enum sits_status cpu_kv_sent(struct backend_kv *from) SITS_MUST_CHECK;
 
 #endif

@@ -27,6 +27,7 @@ bool cuda_is_usable(void)
 static void cuda_close(struct backend *backend)
 {
   if (backend == NULL) return;
+  cuda_enter(backend);
   if (backend->lt) cuda_blas.Destroy(backend->lt);
   cuda_memory_free_owner(backend, backend);
   if (backend->stream) (void)cudaStreamDestroy(backend->stream);
@@ -83,6 +84,7 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
   if (backend == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
   backend->options = *options;
   backend->device = options->device;
+  cuda_enter(backend);
   backend->n_sm = prop.multiProcessorCount;
   backend->compute_major = prop.major;
   snprintf(backend->name, sizeof backend->name, "cuda %.40s, sm_%d%d", prop.name, prop.major, prop.minor);
@@ -109,6 +111,7 @@ static void cuda_info(const struct backend *backend, struct backend_info *out)
   size_t free_bytes = 0, total_bytes = 0;
   memset(out, 0, sizeof *out);
   memcpy(out->name, backend->name, sizeof out->name);
+  cuda_enter(backend);
   if (cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) return;
   out->memory_total_bytes = total_bytes;
   out->memory_free_bytes = free_bytes;
@@ -273,6 +276,7 @@ static enum sits_status cuda_submit(struct backend_program *p, struct backend_kv
   const struct cuda_slot *before = p->n_pending > 0 ? slot_before(p) : NULL;
   struct cuda_slot *slot = &p->slots[p->next_slot];
   if (p->backend->is_failed) return SITS_DEVICE;
+  cuda_enter(p->backend);
   if (p->n_pending == CUDA_IN_FLIGHT || (before != NULL && before->has_logits && brings_logits(b))) return SITS_INVALID_ARGUMENT;
   if (!is_valid(p, kv, b, before != NULL && before->is_sampled ? before->n_rows : 0)) return SITS_INVALID_ARGUMENT;
   enum sits_status status = cuda_fault_step(p->backend);
@@ -327,6 +331,9 @@ const struct backend_vtable backend_cuda = {
     .kv_copy_pages = cuda_kv_copy_pages,
     .kv_read_page = cuda_kv_read_page,
     .kv_write_page = cuda_kv_write_page,
+    .kv_expect = cuda_kv_expect,
+    .kv_send = cuda_kv_send,
+    .kv_sent = cuda_kv_sent,
     .submit = cuda_submit,
     .wait = cuda_wait,
     .stats = cuda_stats,

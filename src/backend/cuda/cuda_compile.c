@@ -243,6 +243,7 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
                               struct sits_error *err)
 {
   if (backend->is_failed) return sits_fail(err, SITS_DEVICE, "cuda: the device has failed");
+  cuda_enter(backend);
   struct backend_program *p = mem_calloc(1, sizeof *p);
   if (p == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
   p->backend = backend;
@@ -278,6 +279,7 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
 void cuda_program_destroy(struct backend_program *p)
 {
   if (p == NULL) return;
+  cuda_enter(p->backend);
   (void)cudaStreamSynchronize(p->backend->stream);
   cuda_graph_clear(p);
   cuda_comm_close(p);

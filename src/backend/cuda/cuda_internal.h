@@ -157,9 +157,14 @@ struct backend_kv {
   void *gather_k, *gather_v;        /* [G][gather_tokens][D] f16 */
   int64_t gather_tokens;
   struct cuda_kept kept;
+  cudaStream_t send_stream;         /* of cuda_kv_send, beside the batches' */
+  cudaEvent_t written;              /* the pages that it sends are */
+  int32_t reached;                  /* device whose memory can be written from here; -1: none asked for yet */
 };
 
 /* ---- cuda_memory.c ---- */
+/* The calling thread works on this backend's device from now on: it may serve several, one after the other. */
+void cuda_enter(const struct backend *backend);
 enum sits_status cuda_check(struct backend *backend, int error, const char *what, const char *file, int line) SITS_MUST_CHECK;
 #define CUDA_CALL(backend, call) cuda_check(backend, (int)(call), #call, __FILE__, __LINE__)
 /* NULL when the device is out of memory or has failed. Zeroed. */
@@ -268,5 +273,8 @@ void cuda_kv_destroy(struct backend_kv *kv);
 enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n);
 enum sits_status cuda_kv_read_page(struct backend_kv *kv, int32_t page, void *host);
 enum sits_status cuda_kv_write_page(struct backend_kv *kv, int32_t page, const void *host);
+void cuda_kv_expect(struct backend_kv *kv, const int32_t *pages, int32_t n);
+enum sits_status cuda_kv_send(struct backend_kv *from, struct backend_kv *to, const struct kv_copy *copies, int32_t n);
+enum sits_status cuda_kv_sent(struct backend_kv *from);
 
 #endif

@@ -1,7 +1,9 @@
 /* Page memory: one pool, page id -> pool + id * page_bytes; inside, a tile per (layer, KV head). Entry points: cuda_kv_create,
- * cuda_kv_copy_pages, cuda_kv_read_page, cuda_kv_write_page. The pool starts zeroed: unwritten slots of a page are multiplied by zero
+ * cuda_kv_copy_pages, cuda_kv_read_page, cuda_kv_write_page, cuda_kv_send (to another device, beside the batches).
+ * The pool starts zeroed: unwritten slots of a page are multiplied by zero
  * probabilities and must hold finite numbers. */
 #include "backend/cuda/cuda_internal.h"
+#include "base/log.h"
 #include "base/mem.h"
 
 #define GATHER_TOKENS_MAX (256 * 1024)
@@ -29,7 +31,10 @@ uint64_t cuda_kv_page_bytes(const struct kv_geometry *g)
 void cuda_kv_destroy(struct backend_kv *kv)
 {
   if (kv == NULL) return;
+  cuda_enter(kv->backend);
   (void)cudaStreamSynchronize(kv->backend->stream);
+  if (kv->send_stream) (void)cudaStreamDestroy(kv->send_stream);
+  if (kv->written) (void)cudaEventDestroy(kv->written);
   cuda_kept_fini(kv);
   cuda_memory_free_owner(kv->backend, kv);
   mem_free(kv);
@@ -45,7 +50,8 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
                            kv_codec_name(geometry->codec), geometry->head_dim);
   struct backend_kv *kv = mem_calloc(1, sizeof *kv);
   if (kv == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
-  *kv = (struct backend_kv){.backend = backend, .geometry = *geometry, .codec = codec, .page_bytes = (int64_t)page_bytes};
+  *kv = (struct backend_kv){.backend = backend, .geometry = *geometry, .codec = codec, .page_bytes = (int64_t)page_bytes, .reached = -1};
+  cuda_enter(backend);
   kv->pool = cuda_memory_alloc(backend, kv, (size_t)geometry->n_pages * page_bytes);
   bool ok = kv->pool != NULL;
   if (ok && k_attn_prefill_takes(geometry->head_dim)) {
@@ -57,6 +63,8 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
     kv->gather_v = cuda_memory_alloc(backend, kv, bytes);
     ok = kv->gather_k != NULL && kv->gather_v != NULL;
   }
+  if (ok) ok = CUDA_CALL(backend, cudaStreamCreateWithFlags(&kv->send_stream, cudaStreamNonBlocking)) == SITS_OK &&
+               CUDA_CALL(backend, cudaEventCreateWithFlags(&kv->written, cudaEventDisableTiming)) == SITS_OK;
   if (ok) ok = cuda_kept_create(kv);
   if (ok) ok = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream)) == SITS_OK;
   if (!ok) {
@@ -72,6 +80,7 @@ static bool is_page(const struct backend_kv *kv, int32_t page) { return page >= 
 
 enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n)
 {
+  cuda_enter(kv->backend);
   for (int32_t i = 0; i < n; i++) {
     if (!is_page(kv, copies[i].from_page) || !is_page(kv, copies[i].to_page)) return SITS_INVALID_ARGUMENT;
     cuda_kept_written(kv, copies[i].to_page);
@@ -85,6 +94,7 @@ enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy 
 
 enum sits_status cuda_kv_read_page(struct backend_kv *kv, int32_t page, void *host)
 {
+  cuda_enter(kv->backend);
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
   const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(host, kv->pool + page * kv->page_bytes, (size_t)kv->page_bytes,
                                                                          cudaMemcpyDeviceToHost, kv->backend->stream));
@@ -93,9 +103,51 @@ enum sits_status cuda_kv_read_page(struct backend_kv *kv, int32_t page, void *ho
 
 enum sits_status cuda_kv_write_page(struct backend_kv *kv, int32_t page, const void *host)
 {
+  cuda_enter(kv->backend);
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
   cuda_kept_written(kv, page);
   const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(kv->pool + page * kv->page_bytes, host, (size_t)kv->page_bytes,
                                                                          cudaMemcpyHostToDevice, kv->backend->stream));
   return status != SITS_OK ? status : CUDA_CALL(kv->backend, cudaStreamSynchronize(kv->backend->stream));
+}
+
+void cuda_kv_expect(struct backend_kv *kv, const int32_t *pages, int32_t n)
+{
+  for (int32_t i = 0; i < n; i++)
+    if (is_page(kv, pages[i])) cuda_kept_written(kv, pages[i]);
+}
+
+/* Direct copies over the link where the devices allow it, else the driver takes them through the host. */
+static void reach(struct backend_kv *from, int32_t device)
+{
+  int can = 0;
+  if (from->reached == device || from->backend->device == device) return;
+  from->reached = device;
+  cudaError_t e = cudaDeviceCanAccessPeer(&can, from->backend->device, device);
+  if (e == cudaSuccess && can) e = cudaDeviceEnablePeerAccess(device, 0);
+  if (e != cudaSuccess) (void)cudaGetLastError(); /* enabled before, or not at all: the copies run either way */
+  if (!can) log_warn("cuda", "device %d does not reach device %d: pages go through the host", from->backend->device, device);
+}
+
+enum sits_status cuda_kv_send(struct backend_kv *from, struct backend_kv *to, const struct kv_copy *copies, int32_t n)
+{
+  struct backend *b = from->backend;
+  if (from->page_bytes != to->page_bytes || from->codec != to->codec) return SITS_INVALID_ARGUMENT;
+  for (int32_t i = 0; i < n; i++)
+    if (!is_page(from, copies[i].from_page) || !is_page(to, copies[i].to_page)) return SITS_INVALID_ARGUMENT;
+  cuda_enter(b);
+  reach(from, to->backend->device);
+  enum sits_status status = CUDA_CALL(b, cudaEventRecord(from->written, b->stream));
+  if (status == SITS_OK) status = CUDA_CALL(b, cudaStreamWaitEvent(from->send_stream, from->written, 0));
+  for (int32_t i = 0; i < n && status == SITS_OK; i++)
+    status = CUDA_CALL(b, cudaMemcpyPeerAsync(to->pool + copies[i].to_page * to->page_bytes, to->backend->device,
+                                              from->pool + copies[i].from_page * from->page_bytes, b->device, (size_t)from->page_bytes,
+                                              from->send_stream));
+  return status;
+}
+
+enum sits_status cuda_kv_sent(struct backend_kv *from)
+{
+  cuda_enter(from->backend);
+  return CUDA_CALL(from->backend, cudaStreamSynchronize(from->send_stream));
 }

@@ -1,6 +1,6 @@
 /* Device and pinned memory of a backend, each block with its owner so that a half-built object is freed by one call; and the one place
  * where
- * CUDA errors are looked at. Entry points: cuda_memory_alloc, cuda_pinned_alloc, cuda_memory_free_owner, cuda_check. */
+ * CUDA errors are looked at. Entry points: cuda_enter, cuda_memory_alloc, cuda_pinned_alloc, cuda_memory_free_owner, cuda_check. */
 #include "backend/cuda/cuda_internal.h"
 
 #include <stdlib.h>
@@ -16,6 +16,12 @@ enum sits_status cuda_check(struct backend *backend, int error, const char *what
   log_error("cuda", "device failed: %s (%s) in %s at %s:%d", cudaGetErrorString((cudaError_t)error), cudaGetErrorName((cudaError_t)error),
             what, file, line);
   return SITS_DEVICE;
+}
+
+void cuda_enter(const struct backend *backend)
+{
+  static _Thread_local int32_t current = -1;
+  if (current != backend->device && cudaSetDevice(backend->device) == cudaSuccess) current = backend->device;
 }
 
 #ifdef SITS_DEBUG_CHECKS
