@@ -40,6 +40,9 @@ const struct option_spec options_table[] = {
         "must divide by it. On a CPU it only splits the threads, for comparison."),
     STR("tensor-parallel-devices", tensor_parallel_devices, "Device",
         "Which GPUs, comma-separated, one for each rank; one may be named twice. Default: the first ones, ordered by their links."),
+    STR("placement", placement, "Device",
+        "prefill=A,decode=B: prompts are read on GPU A, answers made on GPU B; both hold the whole model, and pages move from one to the "
+        "other. A prompt is read on B where handing it over does not pay. Default: one GPU does both."),
     FLT("collective-timeout-s", collective_timeout_s, "5", 0.1, 600, "s", "Device",
         "Devices that share a model wait so long for each other; then the model is out of service and its requests end."),
 

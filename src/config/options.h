@@ -19,6 +19,7 @@ struct options {
   const char *prefill_weights;      /* auto|resident|expand */
   int64_t tensor_parallel_size;     /* devices that the model is cut over */
   const char *tensor_parallel_devices; /* ordinals, comma-separated; NULL: chosen */
+  const char *placement;            /* "prefill=A,decode=B"; NULL: none */
   double collective_timeout_s;
   /* KV cache */
   const char *kv_cache_dtype;       /* auto|f16|int8|int4|fp4|fp4-sparse */

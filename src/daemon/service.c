@@ -212,6 +212,18 @@ static enum sits_status read_devices(const struct options *o, struct instance_op
   return SITS_OK;
 }
 
+/* "prefill=0,decode=1" */
+static enum sits_status read_placement(const struct options *o, struct instance_options *out, struct sits_error *err)
+{
+  int end = 0;
+  if (o->placement == NULL) return SITS_OK;
+  if (sscanf(o->placement, "prefill=%3d,decode=%3d%n", &out->prefill_device, &out->decode_device, &end) != 2 ||
+      o->placement[end] != '\0' || out->prefill_device < 0 || out->decode_device < 0)
+    return sits_fail_param(err, SITS_CONFIG, "placement", "placement: '%.64s' is not of the form prefill=0,decode=1", o->placement);
+  out->has_placement = true;
+  return SITS_OK;
+}
+
 /* Stands between engine and api in tests only: while the hook is on, the engine's thread does not come back from its callback. */
 static void wedge_on_events(void *context, struct sits_request *const *requests, int32_t n_requests)
 {
@@ -254,7 +266,8 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .max_waiting_tokens = o->max_queued_tokens,
                                      .on_events = service->has_wedge ? wedge_on_events : api_on_events,
                                      .events_user = service->has_wedge ? (void *)service : (void *)service->api};
-  const enum sits_status status = read_devices(o, &options, err);
+  enum sits_status status = read_devices(o, &options, err);
+  if (!status) status = read_placement(o, &options, err);
   return status ? status : instance_open(&options, &service->instance, err);
 }
 

@@ -65,7 +65,9 @@ static bool alloc_arrays(struct sits_engine *e)
 static enum sits_status create_parts(struct sits_engine *e)
 {
   const struct engine_options *o = &e->options;
-  struct kv_options kv = {.n_pages = o->geometry.n_pages, .n_slots = o->max_num_seqs, .max_pages = e->stride,
+  /* Prompts that the reader works on have slots of their own here. */
+  int32_t n_slots = o->max_num_seqs + (o->reader ? 2 * o->reader->max_num_seqs : 0);
+  struct kv_options kv = {.n_pages = o->geometry.n_pages, .n_slots = n_slots, .max_pages = e->stride,
                           .n_host_pages = o->n_host_pages, .prefix_caching = o->prefix_caching, .page_budget = o->page_budget};
   struct alps_options alps = {.policy = o->policy, .max_entries = e->max_entries,
                               .max_seqs = o->max_num_seqs, .max_batch_tokens = o->max_num_batched_tokens, .max_rows = o->max_rows,
@@ -125,6 +127,12 @@ enum sits_status engine_create(const struct engine_options *options, struct sits
     engine_destroy(e);
     return sits_fail(err, status, "engine: out of memory for %d sequences and %d pages", options->max_num_seqs, options->geometry.n_pages);
   }
+  if (options->reader) status = engine_placement_create(e, options, &e->placement, err);
+  e->options.reader = NULL;
+  if (status != SITS_OK) {
+    engine_destroy(e);
+    return status;
+  }
   if (options->n_end_ids > 0) memcpy(e->end_ids, options->end_ids, (size_t)options->n_end_ids * sizeof(int32_t));
   for (int32_t i = 0; i < e->max_entries; i++) e->free_ids[i] = e->max_entries - 1 - i;
   e->n_free_ids = e->max_entries;
@@ -140,6 +148,7 @@ void engine_destroy(struct sits_engine *e)
 {
   if (!e) return;
   if (atomic_load(&e->n_requests) > 0) engine_stop(e, 0);
+  engine_placement_destroy(e->placement);
   while (e->cancel_first) { /* cancelled after they had ended */
     struct sits_request *request = e->cancel_first;
     e->cancel_first = request->cancel_next;
@@ -202,7 +211,7 @@ static void wait_for_work(struct sits_engine *e)
   if (e->n_deadlines > 0 && e->deadlines[0]->params.deadline_us < until_us) until_us = e->deadlines[0]->params.deadline_us;
   struct timespec until = timespec_of(until_us);
   pthread_mutex_lock(&e->inbox_mutex);
-  if (!e->inbox_first && !e->cancel_first && !e->wants_stop && until_us > now_us) {
+  if (!e->inbox_first && !e->cancel_first && !e->wants_stop && !engine_placement_has_mail(e->placement) && until_us > now_us) {
     e->is_sleeping = true;
     pthread_cond_timedwait(&e->inbox_cond, &e->inbox_mutex, &until);
     e->is_sleeping = false;
@@ -217,7 +226,7 @@ static void *run(void *user)
   for (;;) {
     bool has_worked = engine_step(e);
     pthread_mutex_lock(&e->inbox_mutex);
-    bool stop = e->wants_stop && !e->inbox_first && atomic_load(&e->n_requests) == 0;
+    bool stop = e->wants_stop && !e->inbox_first && atomic_load(&e->n_requests) == 0 && !engine_placement_is_busy(e->placement);
     pthread_mutex_unlock(&e->inbox_mutex);
     if (stop) return NULL;
     if (!has_worked) wait_for_work(e);
@@ -228,6 +237,10 @@ enum sits_status engine_start(struct sits_engine *e, struct sits_error *err)
 {
   int expected = ENGINE_CREATED;
   if (!atomic_compare_exchange_strong(&e->state, &expected, ENGINE_RUNNING)) return sits_fail(err, SITS_INTERNAL, "engine: started twice");
+  if (e->placement) {
+    enum sits_status status = engine_placement_start(e->placement, err);
+    if (status != SITS_OK) return status;
+  }
   if (pthread_create(&e->thread, NULL, run, e) != 0) {
     atomic_store(&e->state, ENGINE_CREATED);
     return sits_fail(err, SITS_NOMEM, "engine: cannot start a thread");
@@ -293,7 +306,8 @@ enum engine_state engine_state(const struct sits_engine *engine)
 
 int64_t engine_heartbeat_us(const struct sits_engine *engine)
 {
-  return atomic_load(&engine->heartbeat_us);
+  int64_t mine_us = atomic_load(&engine->heartbeat_us), reader_us = engine_placement_heartbeat_us(engine->placement);
+  return mine_us < reader_us ? mine_us : reader_us;
 }
 
 void engine_limits(const struct sits_engine *engine, struct engine_limits *out)

@@ -72,14 +72,33 @@ static bool swap_in(struct sits_engine *engine, struct engine_choice *choice)
 static void note_scheduled(struct sits_engine *engine, struct sits_request *request, int32_t n_cached)
 {
   if (request->was_scheduled) return;
+  const struct engine_read_elsewhere *before = &request->read_elsewhere;
+  int64_t now_us = before->scheduled_us ? before->scheduled_us : engine->step_started_us;
+  if (before->scheduled_us && n_cached > before->n_cached) n_cached = before->n_cached;
   request->was_scheduled = true;
   engine_unqueue(engine, request);
-  int64_t now_us = engine->step_started_us;
   atomic_store(&request->times[TIME_SCHEDULED], now_us);
   atomic_store(&request->times[TIME_CACHED_TOKENS], n_cached);
   engine->stats.prompt_tokens += (uint64_t)request->params.n_prompt;
   engine->stats.prompt_tokens_cached += (uint64_t)n_cached;
   engine_observe(&engine->stats.queue_seconds, (double)(now_us - atomic_load(&request->times[TIME_SUBMITTED])) * 1e-6);
+}
+
+void engine_tell_filled(struct sits_engine *engine, const struct engine_choice *choice)
+{
+  const struct engine_pages_watch *watch = &engine->options.pages;
+  if (!watch->filled) return;
+  const int32_t *pages;
+  kv_pages(engine->pages, choice->slot, &pages);
+  watch->filled(watch->user, choice->request, pages, choice->n_computed / KV_TOKENS);
+}
+
+/* The choice's pages are no longer its own. */
+static void close_slot(struct sits_engine *engine, struct engine_choice *choice)
+{
+  if (engine->options.pages.closing) engine->options.pages.closing(engine->options.pages.user);
+  kv_close(engine->pages, choice->slot);
+  choice->slot = -1;
 }
 
 /* alps_admit_fn: give the entry a slot and what the cache or the host still has of it. */
@@ -101,9 +120,12 @@ static void admit(void *user, int32_t id, struct alps_admitted *out)
   kv_swap_free(engine->pages, &choice->swapped);
   /* A prompt whose every logprob is wanted must be computed; what was emitted before a pre-emption need not be. */
   bool may_attach = request->params.sampling.n_prompt_logprobs < 0 || request->next_prompt_row >= request->params.n_prompt;
-  if (!was_swapped && may_attach) kv_attach(engine->pages, choice->slot, choice->tokens, engine_known(choice));
+  bool is_counted = request->read_elsewhere.scheduled_us && !request->was_scheduled; /* its look-up, by the placement */
+  if (!was_swapped && may_attach)
+    (is_counted ? kv_attach_uncounted : kv_attach)(engine->pages, choice->slot, choice->tokens, engine_known(choice));
   choice->n_computed = kv_tokens(engine->pages, choice->slot);
   note_scheduled(engine, request, choice->n_computed);
+  engine_tell_filled(engine, choice);
   const int32_t *pages;
   *out = (struct alps_admitted){.n_computed = choice->n_computed, .n_pages = kv_pages(engine->pages, choice->slot, &pages),
                                 .n_available = kv_available(engine->pages)};
@@ -141,9 +163,8 @@ static void preempt(struct sits_engine *engine, int32_t id)
   bool is_swapped = swap_us < recompute_us && choice->n_computed > 0 && swap_out(engine, choice);
   log_info("engine", "preempted request=%s choice=%d how=%s tokens=%d pages=%d recompute_us=%.0f swap_us=%.0f", choice->request->params.id,
            choice->index, is_swapped ? "swap" : "recompute", choice->n_computed, n_pages, recompute_us, swap_us);
-  kv_close(engine->pages, choice->slot);
+  close_slot(engine, choice);
   engine_drafter_drop(engine, choice);
-  choice->slot = -1;
   choice->n_computed = 0;
   alps_requeue(engine->alps, id, engine_known(choice));
   if (is_short_of_room(engine, choice->request)) {
@@ -169,15 +190,14 @@ void engine_plan(struct sits_engine *engine)
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice)
 {
   engine_slice_drop(engine, choice->id);
-  if (choice->slot >= 0) kv_close(engine->pages, choice->slot);
+  if (choice->slot >= 0) close_slot(engine, choice);
   engine_drafter_drop(engine, choice);
-  choice->slot = -1;
   kv_swap_free(engine->pages, &choice->swapped);
   if (choice->id < 0) return;
   if (choice->is_born) {
     alps_remove(engine->alps, choice->id);
     forget_parked(engine, choice->id);
-  } else {
+  } else if (!choice->request->handover) {
     for (int32_t i = 0; i < choice->request->n_choices; i++) {
       struct engine_choice *lead = &choice->request->choices[i];
       if (lead->is_born && lead->id >= 0) {

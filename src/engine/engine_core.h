@@ -33,6 +33,14 @@ struct engine_draft_model {
   int32_t max_model_len;
 };
 
+/* For an engine that fills pages for somebody else (engine_placement.h); on the engine thread. filled: the request has been admitted, or a
+ * step has run; so many leading pages of it are whole. closing: some request's pages are about to be given back. */
+struct engine_pages_watch {
+  void (*filled)(void *user, struct sits_request *request, const int32_t *pages, int32_t n_whole); /* NULL: nobody watches */
+  void (*closing)(void *user);
+  void *user;
+};
+
 struct engine_options {
   /* What to run; borrowed, must outlive the engine. The backend was opened with max_batch_tokens and max_seqs (= max_rows) as below. */
   const struct backend_vtable *vtable;
@@ -60,6 +68,10 @@ struct engine_options {
   bool overlap;                  /* submit returns before the batch is computed: the last step's tokens are delivered meanwhile */
   int32_t n_sampler_threads;     /* helpers that draw tokens beside the engine thread; 0 = none */
   enum alps_policy policy;       /* ALPS_BUDGET; the others are for comparison */
+
+  const struct engine_options *reader; /* an engine on another device that reads prompts (engine_placement.h); copied. NULL: none */
+  bool always_hand_over;         /* with a reader: whether it pays or not, for comparison */
+  struct engine_pages_watch pages;
 
   engine_events_fn on_events;    /* NULL: the consumer polls */
   void *events_user;
@@ -96,6 +108,7 @@ struct engine_stats {
   uint64_t spec_drafts, spec_draft_tokens, spec_accepted_tokens;
   uint64_t spec_model_tokens;    /* guessed by the draft model, whether or not they were then verified */
   uint64_t spec_accepted_at[ENGINE_SPEC_POSITIONS]; /* drafts whose token at that position was accepted; later ones in the last */
+  uint64_t placement_sent, placement_declined, placement_pages; /* prompts given to the reader or not; pages that it sent */
   double step_us_ewma;           /* recent time of a step */
   double serial_us_ewma;         /* of it, from the end of one batch to the start of the next: what nothing overlaps */
   double itl_p99_us;             /* sliding window over running streams */

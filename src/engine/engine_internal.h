@@ -6,6 +6,7 @@
  *   engine_draft.c    guesses by prompt lookup            engine_draft_model.c  guesses by a second model
  *   engine_pool.c     rows drawn in parallel
  *   engine_deadline.c heap of deadlines                          engine_sample.c   one row -> one token
+ *   engine_placement.c prompts read on another device
  *
  * Tags: [init] never changes after creation, [loop] engine thread only, [atomic], [mutex inbox], [mutex stats].
  */
@@ -18,6 +19,7 @@
 #include "alps/alps.h"
 #include "engine/engine_core.h"
 #include "engine/engine_draft_model.h"
+#include "engine/engine_placement.h"
 #include "engine/engine_pool.h"
 #include "engine/engine_sample.h"
 #include "kv/kv.h"
@@ -74,6 +76,9 @@ struct engine_ring {
 enum engine_time { TIME_SUBMITTED, TIME_SCHEDULED, TIME_FIRST_TOKEN, TIME_DONE, TIME_COMPUTED, TIME_COMPUTED_FIRST, TIME_CACHED_TOKENS,
                    TIME_OUTPUT_TOKENS, TIME_PREEMPTIONS, TIME_COUNT };
 
+/* Of a prompt whose pages another device has computed: when that began, and what of it was cached. scheduled_us 0: none. */
+struct engine_read_elsewhere { int64_t scheduled_us; int32_t n_cached; };
+
 struct sits_request {
   struct sits_engine *engine;     /* [init] */
   atomic_int n_refs;              /* [atomic] the submitter's and, until it is done, the engine's */
@@ -86,6 +91,8 @@ struct sits_request {
   int32_t deadline_at;            /* [loop] place in the deadline heap, -1 none */
   bool has_news;                  /* [loop] is in the list for on_events */
   bool was_scheduled;             /* [loop] */
+  struct engine_handover *handover; /* [loop] once in the inbox; NULL: not to be read elsewhere, or back */
+  struct engine_read_elsewhere read_elsewhere; /* [loop] */
   uint64_t counted_step;          /* [loop] the newest step whose compute time it was given */
   struct sits_request *next;      /* [mutex inbox] in the inbox; [loop] in the list of the done */
   struct sits_request *cancel_next; /* [mutex inbox] */
@@ -146,6 +153,7 @@ struct sits_engine {
   struct engine_sampler sampler;  /* [loop] */
   struct engine_pool *pool;       /* [loop] */
   struct engine_drafter *drafter; /* [loop] NULL without a draft model */
+  struct engine_placement *placement; /* [loop] NULL without a prefill device */
   struct engine_choice **to_draft;/* [loop] [max_num_seqs] scratch of engine_draft */
   int64_t draft_us;               /* [loop] of this turn, by the draft model */
   const float *logits;            /* [loop] [R][V] of the newest batch */
@@ -207,8 +215,15 @@ static inline int32_t engine_known(const struct engine_choice *choice)
 
 /* engine_step.c: one turn; false when there was nothing to compute. */
 bool engine_step(struct sits_engine *engine);
+/* A request joins the queue; the cache is thought to hold n_ready tokens of its prompt. */
+void engine_enqueue(struct sits_engine *engine, const struct sits_request *request, int32_t n_ready);
 
 /* engine_request.c */
+/* NULL without memory. It holds the submitter's and the engine's reference; freed before it was entered, or released after it. */
+struct sits_request *engine_request_create(struct sits_engine *engine, const struct sits_request_params *params);
+void engine_request_free(struct sits_request *request);
+/* Into the inbox, if one more may wait. */
+enum sits_status engine_request_enter(struct sits_engine *engine, struct sits_request *request, struct sits_error *err) SITS_MUST_CHECK;
 void engine_unqueue(struct sits_engine *engine, const struct sits_request *request); /* it waits for the first time no longer */
 void engine_request_unref(struct sits_request *request);
 bool engine_is_cancelled(const struct sits_request *request, int32_t choice);
@@ -223,6 +238,7 @@ void engine_build(struct sits_engine *engine);
 enum sits_status engine_submit_batch(struct sits_engine *engine) SITS_MUST_CHECK;
 enum sits_status engine_wait_batch(struct sits_engine *engine, struct backend_result *result) SITS_MUST_CHECK;
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /* give slot, host pages, id and entry back */
+void engine_tell_filled(struct sits_engine *engine, const struct engine_choice *choice); /* options.pages.filled */
 
 /* For backend_batch.progress: user is the engine, and lives. */
 void engine_beat(void *user);

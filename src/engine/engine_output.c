@@ -57,6 +57,7 @@ static void pass_lead(struct sits_engine *engine, struct engine_choice *from)
 static void finish_request(struct sits_engine *engine, struct sits_request *request)
 {
   if (!request->was_scheduled) engine_unqueue(engine, request);
+  engine_handover_abandon(request);
   engine_deadline_remove(engine, request);
   int64_t n_out = 0;
   for (int32_t i = 0; i < request->n_choices; i++) n_out += request->choices[i].n_out;
@@ -212,6 +213,7 @@ static void commit(struct sits_engine *engine, struct engine_choice *choice, int
   if (in_prompt > 0) engine->stats.prompt_tokens_computed += (uint64_t)(in_prompt < n_tokens ? in_prompt : n_tokens);
   kv_commit(engine->pages, choice->slot, choice->tokens + choice->n_computed, n_tokens);
   choice->n_computed += n_tokens;
+  engine_tell_filled(engine, choice);
 }
 
 /* The prompt is read: every other living choice draws from the same row and goes its own way. */

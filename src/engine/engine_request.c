@@ -83,9 +83,10 @@ static bool ring_init(struct engine_ring *ring, const struct engine_options *o, 
   return ring->top_token && ring->top_logprob;
 }
 
-static void request_free(struct sits_request *request)
+void engine_request_free(struct sits_request *request)
 {
   if (!request) return;
+  engine_handover_destroy(request);
   for (int32_t i = 0; request->choices && i < request->n_choices; i++) mem_free(request->choices[i].tokens);
   mem_free(request->choices);
   mem_free((void *)(uintptr_t)request->params.sampling.stop_ids);
@@ -111,7 +112,7 @@ static bool init_choices(struct sits_request *request, const struct sits_request
   return true;
 }
 
-static struct sits_request *request_create(struct sits_engine *engine, const struct sits_request_params *p)
+struct sits_request *engine_request_create(struct sits_engine *engine, const struct sits_request_params *p)
 {
   struct sits_request *request = mem_calloc(1, sizeof *request);
   if (!request) return NULL;
@@ -126,7 +127,7 @@ static struct sits_request *request_create(struct sits_engine *engine, const str
   s->stop_ids = copy_of(s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
   s->bias = copy_of(s->bias, (size_t)s->n_bias * sizeof *s->bias);
   if (!s->stop_ids || !s->bias || !init_choices(request, p) || !ring_init(&request->ring, &engine->options, p)) {
-    request_free(request);
+    engine_request_free(request);
     return NULL;
   }
   request->params.prompt = request->choices[0].tokens;
@@ -202,26 +203,35 @@ enum sits_status sits_engine_may_queue(const struct sits_engine *engine, int64_t
   return SITS_OK;
 }
 
+enum sits_status engine_request_enter(struct sits_engine *engine, struct sits_request *request, struct sits_error *err)
+{
+  pthread_mutex_lock(&engine->inbox_mutex);
+  enum sits_status status = admit_to_queue(engine, request, err);
+  if (status == SITS_OK) {
+    if (engine->inbox_last) engine->inbox_last->next = request;
+    else engine->inbox_first = request;
+    engine->inbox_last = request;
+    int service_class = (int)request->params.service_class;
+    if (service_class < atomic_load(&engine->inbox_class)) atomic_store(&engine->inbox_class, service_class);
+    if (engine->is_sleeping) pthread_cond_signal(&engine->inbox_cond);
+  }
+  pthread_mutex_unlock(&engine->inbox_mutex);
+  return status;
+}
+
 enum sits_status sits_engine_submit(struct sits_engine *engine, const struct sits_request_params *params, struct sits_request **out,
                                     struct sits_error *err)
 {
   enum sits_status status = check_params(engine, params, err);
   if (status != SITS_OK) return status;
-  struct sits_request *request = request_create(engine, params);
+  struct sits_request *request = engine_request_create(engine, params);
   if (!request) return sits_fail(err, SITS_NOMEM, "out of memory for the request");
   atomic_store(&request->times[TIME_SUBMITTED], clock_monotonic_us());
-  pthread_mutex_lock(&engine->inbox_mutex);
-  status = admit_to_queue(engine, request, err);
-  if (status == SITS_OK) {
-    if (engine->inbox_last) engine->inbox_last->next = request;
-    else engine->inbox_first = request;
-    engine->inbox_last = request;
-    if ((int)params->service_class < atomic_load(&engine->inbox_class)) atomic_store(&engine->inbox_class, (int)params->service_class);
-    if (engine->is_sleeping) pthread_cond_signal(&engine->inbox_cond);
-  }
-  pthread_mutex_unlock(&engine->inbox_mutex);
+  status = engine->placement ? engine_handover_create(engine, request) : SITS_OK;
+  if (status != SITS_OK) (void)sits_fail(err, status, "out of memory for the request");
+  else status = engine_request_enter(engine, request, err);
   if (status != SITS_OK) {
-    request_free(request);
+    engine_request_free(request);
     return status;
   }
   *out = request;
@@ -230,7 +240,7 @@ enum sits_status sits_engine_submit(struct sits_engine *engine, const struct sit
 
 void engine_request_unref(struct sits_request *request)
 {
-  if (atomic_fetch_sub(&request->n_refs, 1) == 1) request_free(request);
+  if (atomic_fetch_sub(&request->n_refs, 1) == 1) engine_request_free(request);
 }
 
 int32_t engine_ring_room(const struct engine_ring *ring)

@@ -93,6 +93,7 @@ void engine_stats_publish(struct sits_engine *engine)
   s->prefix_query_tokens = kv.query_tokens;
   s->prefix_hit_tokens = kv.hit_tokens;
   s->n_pages_dropped = kv.n_dropped;
+  engine_placement_stats(engine->placement, s);
   s->itl_p99_us = alps.itl_p99_us;
   s->rejected_requests = atomic_load(&engine->n_rejected_requests);
   s->rejected_tokens = atomic_load(&engine->n_rejected_tokens);

@@ -2,9 +2,20 @@
 #include "base/clock.h"
 #include "engine/engine_internal.h"
 
-static void add_request(struct sits_engine *engine, struct sits_request *request)
+void engine_enqueue(struct sits_engine *engine, const struct sits_request *request, int32_t n_ready)
 {
   const struct sits_request_params *p = &request->params;
+  const struct engine_choice *lead = request->choices;
+  while (!lead->is_born) lead++;
+  struct alps_request entry = {.service_class = (int32_t)p->service_class, .priority = p->priority, .tenant = p->tenant,
+                               .arrival_us = atomic_load(&request->times[TIME_SUBMITTED]), .n_known = p->n_prompt, .n_ready = n_ready,
+                               .n_limit = p->n_prompt + p->sampling.max_tokens, .width = request->n_unfinished,
+                               .wants_rows = p->sampling.n_prompt_logprobs >= 0};
+  alps_enqueue(engine->alps, lead->id, &entry);
+}
+
+static void add_request(struct sits_engine *engine, struct sits_request *request)
+{
   for (int32_t i = 0; i < request->n_choices; i++) {
     struct engine_choice *choice = &request->choices[i];
     choice->id = engine->free_ids[--engine->n_free_ids];
@@ -12,11 +23,7 @@ static void add_request(struct sits_engine *engine, struct sits_request *request
   }
   request->choices[0].is_born = true;
   engine_deadline_add(engine, request);
-  struct alps_request entry = {.service_class = (int32_t)p->service_class, .priority = p->priority, .tenant = p->tenant,
-                               .arrival_us = atomic_load(&request->times[TIME_SUBMITTED]), .n_known = p->n_prompt,
-                               .n_limit = p->n_prompt + p->sampling.max_tokens, .width = request->n_choices,
-                               .wants_rows = p->sampling.n_prompt_logprobs >= 0};
-  alps_enqueue(engine->alps, request->choices[0].id, &entry);
+  if (!engine_handover_begin(engine, request)) engine_enqueue(engine, request, 0);
 }
 
 static void cancel_request(struct sits_engine *engine, struct sits_request *request)
@@ -170,6 +177,7 @@ bool engine_step(struct sits_engine *engine)
   if (!engine->is_continuous) engine->last_step_end_us = engine->step_started_us;
   atomic_store(&engine->heartbeat_us, engine->step_started_us);
   drain_inbox(engine);
+  if (engine->placement) engine_placement_turn(engine);
   expire(engine);
   engine_hold_full(engine);
   engine_draft(engine);

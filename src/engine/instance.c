@@ -14,6 +14,7 @@ enum { CPU_SEQS = 64, CPU_TOKENS = 512, CUDA_SEQS = 256, CUDA_TOKENS = 8192, CUD
 struct instance {
   struct instance_options options;  /* model_path is not kept */
   struct runner runner, draft;      /* draft.model NULL: none */
+  struct runner reader;             /* the same model on the prefill device; model NULL: none */
   int32_t draft_length;             /* tokens of a sequence that the draft model can hold */
   struct sits_engine *engine;
   struct instance_info info;
@@ -159,6 +160,71 @@ static enum sits_status create_draft_pages(struct instance *instance, struct sit
   return runner_kv_create(&instance->draft, n_pages, err);
 }
 
+static enum sits_status check_placement(const struct instance_options *o, struct sits_error *err)
+{
+  if (!o->has_placement) return SITS_OK;
+  if (o->prefill_device == o->decode_device)
+    return sits_fail_param(err, SITS_CONFIG, "placement", "placement: prefill and decode are both on device %d, which needs no placement",
+                           o->decode_device);
+  if (o->n_ranks > 1)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "placement", "placement does not go with tensor-parallel-size %d", o->n_ranks);
+  if (o->draft_model_path)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "placement", "placement does not go with draft-model, which reads prompts itself");
+  return SITS_OK;
+}
+
+/* On a CPU both devices are this machine, and each gets half of the threads. */
+static enum sits_status open_runner(const struct instance *instance, const char *model_path, int32_t device, struct runner *out,
+                                    struct sits_error *err)
+{
+  const struct instance_options *o = &instance->options;
+  int64_t n_threads = o->n_threads;
+  if (o->has_placement) n_threads = (n_threads > 0 ? n_threads : sysconf(_SC_NPROCESSORS_ONLN)) / 2;
+  if (o->has_placement && n_threads < 1) n_threads = 1;
+  struct runner_options runner = {
+      .model_path = model_path, .device = o->device, .kv_codec = o->kv_codec,
+      .backend = {.n_threads = (int32_t)n_threads, .device = device, .isa = o->isa, .prefill_weights = o->prefill_weights,
+                  .n_ranks = o->n_ranks, .has_devices = o->has_devices, .collective_timeout_ms = o->collective_timeout_ms,
+                  .max_batch_tokens = o->max_num_batched_tokens, .max_seqs = o->max_num_seqs}};
+  memcpy(runner.backend.devices, o->devices, sizeof runner.backend.devices);
+  return runner_open(out, &runner, err);
+}
+
+/* The prefill device: the same model, and as many pages as its own memory holds. */
+static enum sits_status open_reader(struct instance *instance, const char *model_path, struct sits_error *err)
+{
+  const struct instance_options *o = &instance->options;
+  struct runner *r = &instance->reader;
+  enum sits_status status = open_runner(instance, model_path, o->prefill_device, r, err);
+  if (status != SITS_OK) return status;
+  struct backend_info device;
+  r->vtable->info(r->backend, &device);
+  uint64_t n_pages = (o->kv_cache_bytes ? o->kv_cache_bytes : bytes_for_pages(o, &device)) / r->page_bytes;
+  uint64_t needed = (uint64_t)pages_for(instance->info.max_model_len) * (uint64_t)o->max_num_seqs;
+  if (n_pages > needed) n_pages = needed;
+  if (n_pages > MAX_PAGES) n_pages = MAX_PAGES;
+  if (n_pages == 0)
+    return sits_fail_param(err, SITS_CONFIG, "placement", "placement: no memory for pages on the prefill device %d", o->prefill_device);
+  instance->info.n_reader_pages = (int32_t)n_pages;
+  return runner_kv_create(r, (int32_t)n_pages, err);
+}
+
+/* It takes what the engine takes, and never refuses what the engine has let in. */
+static struct engine_options reader_options(const struct instance *instance, const struct engine_options *engine)
+{
+  const struct runner *r = &instance->reader;
+  struct engine_options o = {
+      .vtable = r->vtable, .program = r->compiled, .kv = r->kv, .geometry = r->geometry, .n_vocab = engine->n_vocab,
+      .max_model_len = engine->max_model_len, .max_num_seqs = engine->max_num_seqs, .max_rows = engine->max_rows,
+      .max_num_batched_tokens = engine->max_num_batched_tokens, .prefix_caching = engine->prefix_caching,
+      .max_waiting_requests = 4 * (engine->max_waiting_requests > 0 ? engine->max_waiting_requests : 1024),
+      .ttft_target_us = engine->ttft_target_us, .policy = engine->policy, .overlap = engine->overlap,
+  };
+  int64_t holds = (int64_t)instance->info.n_reader_pages * KV_PAGE_TOKENS; /* longer prompts are read by the engine itself */
+  if (o.max_model_len > holds) o.max_model_len = (int32_t)holds;
+  return o;
+}
+
 static enum sits_status create_engine(struct instance *instance, struct sits_error *err)
 {
   const struct instance_options *o = &instance->options;
@@ -174,9 +240,14 @@ static enum sits_status create_engine(struct instance *instance, struct sits_err
       .draft = {.program = instance->draft.compiled, .kv = instance->draft.kv, .geometry = instance->draft.geometry,
                 .max_model_len = instance->draft_length},
       .ttft_target_us = o->ttft_target_us, .policy = alps_policy_named(o->policy), .n_sampler_threads = o->n_sampler_threads,
-      .overlap = instance->overlap,
+      .overlap = instance->overlap, .always_hand_over = o->always_hand_over,
       .on_events = o->on_events, .events_user = o->events_user,
   };
+  struct engine_options reader = {0};
+  if (o->has_placement) {
+    reader = reader_options(instance, &engine);
+    engine.reader = &reader;
+  }
   return engine_create(&engine, &instance->engine, err);
 }
 
@@ -202,20 +273,15 @@ enum sits_status instance_open(const struct instance_options *options, struct in
   struct instance *instance = mem_calloc(1, sizeof *instance);
   if (!instance) return sits_fail(err, SITS_NOMEM, "out of memory");
   instance->options = *options;
+  enum sits_status status = check_placement(&instance->options, err);
   instance->options.model_path = instance->options.draft_model_path = NULL;
   size_batches(instance);
-  struct runner_options runner = {
-      .model_path = options->model_path, .device = options->device, .kv_codec = options->kv_codec,
-      .backend = {.n_threads = options->n_threads, .device = options->device_ordinal, .isa = options->isa,
-                  .prefill_weights = options->prefill_weights,
-                  .n_ranks = options->n_ranks, .has_devices = options->has_devices,
-                  .collective_timeout_ms = options->collective_timeout_ms,
-                  .max_batch_tokens = instance->options.max_num_batched_tokens, .max_seqs = instance->options.max_num_seqs}};
-  memcpy(runner.backend.devices, options->devices, sizeof runner.backend.devices);
-  enum sits_status status = runner_open(&instance->runner, &runner, err);
+  const int32_t device = options->has_placement ? options->decode_device : options->device_ordinal;
+  if (status == SITS_OK) status = open_runner(instance, options->model_path, device, &instance->runner, err);
   if (status == SITS_OK && options->draft_model_path) status = open_draft(instance, options->draft_model_path, err);
   if (status == SITS_OK) status = size_pages(instance, err);
   if (status == SITS_OK) status = runner_kv_create(&instance->runner, instance->info.n_pages, err);
+  if (status == SITS_OK && options->has_placement) status = open_reader(instance, options->model_path, err);
   if (status == SITS_OK && options->draft_model_path) status = create_draft_pages(instance, err);
   if (status == SITS_OK) status = create_engine(instance, err);
   if (status != SITS_OK) {
@@ -245,6 +311,7 @@ void instance_close(struct instance *instance)
     engine_destroy(instance->engine);
   }
   runner_close(&instance->draft);
+  runner_close(&instance->reader);
   runner_close(&instance->runner);
   mem_free(instance);
 }

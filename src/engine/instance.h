@@ -21,6 +21,9 @@ struct instance_options {
   const char *model_path;
   const char *device;               /* "auto", "cpu", "cuda"; NULL = auto */
   int32_t device_ordinal;
+  bool has_placement;               /* prompts are read on a device of their own (engine_placement.h); both hold the whole model */
+  int32_t prefill_device, decode_device; /* ordinals, where has_placement; device_ordinal is not looked at then */
+  bool always_hand_over;            /* has_placement: whether it pays or not, for comparison */
   int32_t n_ranks;                  /* devices the model is cut over; 0, 1 = one */
   int32_t devices[BACKEND_MAX_RANKS]; /* of the ranks, where has_devices */
   bool has_devices;
@@ -60,6 +63,7 @@ struct instance_info {
   uint64_t draft_weight_bytes, draft_kv_bytes; /* of the draft model; 0 without one */
   uint64_t page_bytes;
   int32_t n_pages;
+  int32_t n_reader_pages;           /* of the prefill device; 0 = none */
   int32_t page_budget;              /* 0 = none */
   int32_t max_model_len, max_num_seqs, max_num_batched_tokens;
   enum kv_codec kv_codec;

@@ -254,6 +254,9 @@ static void render_counters(const struct metrics *m, const struct engine_stats *
   for (int i = 0; i < ENGINE_SPEC_POSITIONS; i++)
     buf_printf(out, "sits2026:spec_decode_num_accepted_tokens_per_pos_total{%s,position=\"%d\"} %llu\n", m->label, i,
                (unsigned long long)e->spec_accepted_at[i]);
+  counter(m, out, "placement_handed_over_total", "Prompts that the prefill device of --placement was given.", e->placement_sent);
+  counter(m, out, "placement_declined_total", "Prompts for which that did not pay.", e->placement_declined);
+  counter(m, out, "placement_pages_total", "KV pages that it sent.", e->placement_pages);
   counter(m, out, "engine_steps_total", "Engine steps.", e->n_steps);
   metrics_text_header(out, "submissions_refused_total", "counter",
                       "Submissions that the engine's queue refused, by the limit that they met.");

@@ -207,6 +207,69 @@ static void test_draft_model(void **state)
   assert_int_equal(mem_live_blocks(), 0);
 }
 
+/* The same for an engine with a thread of its own. */
+static void finish_threaded(struct sits_request *request, struct answer *answer)
+{
+  struct sits_event e;
+  memset(answer, 0, sizeof *answer);
+  for (int32_t i = 0; answer->finish == SITS_FINISH_NONE && i < 600000; i++) {
+    while (sits_request_poll(request, &e) == SITS_OK) {
+      if (e.kind == SITS_EVENT_TOKEN) answer->tokens[answer->n++] = e.token;
+      if (e.kind == SITS_EVENT_FINISH) answer->finish = e.finish;
+    }
+    usleep(100);
+  }
+  sits_request_release(request);
+}
+
+/* Prompts read on a second backend: the same answers for every codec, and both paths used. */
+static void test_placement(void **state)
+{
+  static const char *const codecs[] = {"f16", "int8", "int4", "fp4"};
+  static struct answer answers[2][N];
+  if (!find_model()) skip();
+  for (int c = 0; c < 4; c++) {
+    for (int with = 0; with < 2; with++) {
+      struct instance *instance = open_instance((struct instance_options){
+          .max_num_seqs = 6, .max_num_batched_tokens = 48, .kv_codec = codecs[c], .prefix_caching = true, .has_placement = with == 1,
+          .decode_device = 1, .always_hand_over = true});
+      struct sits_request *requests[N];
+      struct engine_stats stats;
+      struct sits_error err;
+      int32_t prompt[LENGTH];
+      if (with) assert_int_equal(instance_start(instance, &err), SITS_OK);
+      for (int32_t i = 0; i < N; i++) {
+        prompt_of(i, prompt);
+        requests[i] = submit(instance, prompt, 1, i % 2 ? 0.8f : 0);
+      }
+      for (int32_t i = 0; i < N; i++) {
+        if (with) finish_threaded(requests[i], &answers[1][i]);
+        else finish(instance, requests[i], &answers[0][i], 1);
+      }
+      engine_stats(instance_engine(instance), &stats);
+      if (with) assert_true(stats.placement_sent > 0 && stats.placement_pages > 0);
+      instance_close(instance);
+    }
+    for (int32_t i = 0; i < N; i++) assert_int_equal(answers[0][i].n, OUTPUT);
+    assert_memory_equal(answers[0], answers[1], sizeof answers[0]);
+  }
+  struct instance *instance = NULL;
+  struct sits_error err = {0};
+  static const struct instance_options bad[] = {{.prefix_caching = true}, {.decode_device = 1, .prefix_caching = true, .n_ranks = 2},
+                                                {.decode_device = 1},
+                                                {.decode_device = 1, .prefix_caching = true, .kv_codec = "fp4-sparse"}};
+  for (int i = 0; i < 4; i++) {
+    struct instance_options options = bad[i];
+    options.model_path = model_path;
+    options.device = "cpu";
+    options.has_placement = true;
+    options.max_model_len = 512;
+    assert_int_not_equal(instance_open(&options, &instance, &err), SITS_OK);
+    assert_string_equal(err.param, "placement");
+  }
+  assert_int_equal(mem_live_blocks(), 0);
+}
+
 static void test_bad_model(void **state)
 {
   struct instance *instance = NULL;
@@ -232,6 +295,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_f16), cmocka_unit_test(test_int8), cmocka_unit_test(test_some_were_drafted),
                                      cmocka_unit_test(test_folding_codecs_repeat),
-                                     cmocka_unit_test(test_draft_model), cmocka_unit_test(test_bad_model)};
+                                     cmocka_unit_test(test_draft_model), cmocka_unit_test(test_placement),
+                                     cmocka_unit_test(test_bad_model)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
