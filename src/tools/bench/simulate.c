@@ -2,6 +2,8 @@
  *
  * Without --speed it searches, for every policy and inter-token target, the goodput: the highest speed-up of the trace's arrivals at which
  * the P99 of the time to the first token and of the inter-token time still meet their targets. With --speed it runs that one speed.
+ * With --placement the same for two devices: as replicas, and one for prompts and one that decodes; then, for each of --speeds, the
+ * lowest P99 inter-token time that each reaches while the first-token target holds.
  * Either way each run is a point of the curves (throughput against P99) in the results. Static batching is tried with several batch
  * sizes and the best is taken. Entry point: bench_simulate. */
 #include <math.h>
@@ -13,13 +15,17 @@
 #include "tools/bench/bench.h"
 #include "tools/bench/simulate.h"
 
-enum { MOST_TARGETS = 8, MOST_BATCHES = 8, MOST_POINTS = 64 };
+enum { MOST_TARGETS = 16, MOST_BATCHES = 8, MOST_SPEEDS = 16 };
 
 struct simulate_options {
   const char *trace, *cost, *policy, *itl_targets_ms, *static_batches, *out;
   double ttft_target_ms, speed, lowest_speed, highest_speed;
   int64_t max_seqs, chunk_tokens, requests;
   bool arrival_order;
+  bool placement, sends_tail;
+  double link_gb_per_s, link_latency_us;
+  int64_t reader_tokens;
+  const char *speeds;
 };
 
 #define AT(field) offsetof(struct simulate_options, field)
@@ -37,6 +43,13 @@ static const struct option_spec specs[] = {
     {"speed", OPTION_FLOAT, AT(speed), "0", 0, 1e4, "", 0, NULL, "Search", "Run this one speed-up of the arrivals. 0: search."},
     {"lowest-speed", OPTION_FLOAT, AT(lowest_speed), "0.1", 1e-3, 1e4, "", 0, NULL, "Search", "Where the search begins."},
     {"highest-speed", OPTION_FLOAT, AT(highest_speed), "40", 1e-3, 1e4, "", 0, NULL, "Search", "Where it ends."},
+    {"placement", OPTION_BOOL, AT(placement), "false", 0, 0, "", 0, NULL, "Two devices", "Replicas, and prefill and decode apart."},
+    {"speeds", OPTION_STRING, AT(speeds), "2,4,6,8,10,12", 0, 0, "", 0, NULL, "Two devices", "Speeds at which they are compared."},
+    {"link-gb-per-s", OPTION_FLOAT, AT(link_gb_per_s), "350", 0.01, 1e5, "GB/s", 0, NULL, "Two devices", "Pages from one to the other."},
+    {"link-latency-us", OPTION_FLOAT, AT(link_latency_us), "100", 0, 1e6, "us", 0, NULL, "Two devices", "Of handing a prompt back."},
+    {"reader-tokens", OPTION_INT, AT(reader_tokens), "0", 0, 65536, "tokens", 0, NULL, "Two devices",
+     "Largest step of the device for prompts. 0: as the cost file says."},
+    {"sends-tail", OPTION_BOOL, AT(sends_tail), "false", 0, 0, "", 0, NULL, "Two devices", "The last page too is handed over (none does)."},
     {"out", OPTION_STRING, AT(out), "", 0, 0, "", 0, NULL, "Output", "Results as JSON; - or nothing: standard output."},
 };
 
@@ -47,6 +60,9 @@ struct bench {
   int64_t n;
   json_t *points;
 };
+
+static const char *const PLACEMENTS[] = {[SIMULATE_ONE] = "one", [SIMULATE_REPLICAS] = "replicas",
+                                         [SIMULATE_SPLIT_ALWAYS] = "split always", [SIMULATE_SPLIT] = "split where it pays"};
 
 static void put(json_t *object, const char *key, double value)
 {
@@ -71,20 +87,29 @@ static json_t *point_of(const struct simulate_setting *s, const struct simulate_
   put(p, "most_running", r->most_running);
   put(p, "most_waiting", r->most_waiting);
   put(p, "plan_us_per_step", r->n_steps ? r->plan_us / (double)r->n_steps : 0);
+  if (s->placement == SIMULATE_ONE) return p;
+  json_object_set_new(p, "placement", json_string(PLACEMENTS[s->placement]));
+  put(p, "handed_over_share", r->n_requests ? (double)r->n_handed_over / (double)r->n_requests : 0);
+  put(p, "busy_share_first", r->server_busy_us[0] / r->duration_us);
+  put(p, "busy_share_second", r->server_busy_us[1] / r->duration_us);
   return p;
 }
+
+static struct simulate_result result;
 
 /* One run; whether it meets both targets. */
 static bool meets(struct bench *b, struct simulate_setting *setting, double itl_target_us)
 {
-  static struct simulate_result result;
   setting->itl_limit_us = itl_target_us;
-  if (simulate_run(&b->cost, b->arrivals, b->n, setting, &result) != 0) return false;
+  int status = setting->placement == SIMULATE_ONE ? simulate_run(&b->cost, b->arrivals, b->n, setting, &result)
+                                                  : simulate_pair(&b->cost, b->arrivals, b->n, setting, &result);
+  if (status != 0) return false;
   json_array_append_new(b->points, point_of(setting, &result));
   double ttft = simulate_quantile(&result.ttft, 0.99), itl = simulate_quantile(&result.itl, 0.99);
   bool is_good = !result.is_given_up && ttft <= b->options.ttft_target_ms * 1e3 && result.n_itl_over * 100 <= result.itl.n;
   fprintf(stderr, "%-10s batch %3d target %5.0f ms speed %7.3f: first token p99 %8.1f ms, inter-token p99 %6.1f ms%s%s\n",
-          alps_policy_name(setting->policy), setting->max_seqs, itl_target_us * 1e-3, setting->speed, ttft * 1e-3, itl * 1e-3,
+          setting->placement == SIMULATE_ONE ? alps_policy_name(setting->policy) : PLACEMENTS[setting->placement], setting->max_seqs,
+          itl_target_us * 1e-3, setting->speed, ttft * 1e-3, itl * 1e-3,
           result.is_given_up ? " (given up)" : "", is_good ? "" : " broken");
   return is_good;
 }
@@ -169,6 +194,56 @@ static void run_one_speed(struct bench *b, const int64_t *targets, int n_targets
   }
 }
 
+static struct simulate_setting pair_setting(const struct bench *b, enum simulate_placement placement, double target_us)
+{
+  const struct simulate_options *o = &b->options;
+  return (struct simulate_setting){.policy = ALPS_BUDGET, .max_seqs = (int32_t)o->max_seqs, .itl_target_us = (int64_t)target_us,
+                                   .ttft_target_us = o->ttft_target_ms * 1e3, .knows_ttft_target = !o->arrival_order,
+                                   .placement = placement, .link_bytes_per_s = o->link_gb_per_s * 1e9,
+                                   .link_latency_us = o->link_latency_us, .reader_tokens = (int32_t)o->reader_tokens,
+                                   .sends_tail = o->sends_tail};
+}
+
+/* The inter-token target with which the placement keeps the lowest P99 at this speed, the first-token target kept. NULL: none keeps it. */
+static json_t *lowest(struct bench *b, enum simulate_placement placement, double speed, const int64_t *targets, int n_targets)
+{
+  double best_us = INFINITY;
+  json_t *row = NULL;
+  for (int t = 0; t < n_targets; t++) {
+    struct simulate_setting setting = pair_setting(b, placement, (double)targets[t] * 1e3);
+    setting.speed = speed;
+    (void)meets(b, &setting, (double)targets[t] * 1e3);
+    double itl = simulate_quantile(&result.itl, 0.99);
+    if (simulate_quantile(&result.ttft, 0.99) > b->options.ttft_target_ms * 1e3 || itl >= best_us) continue;
+    best_us = itl;
+    json_decref(row);
+    row = point_of(&setting, &result);
+  }
+  return row;
+}
+
+static void compare_pairs(struct bench *b, json_t *out, const int64_t *targets, int n_targets, const int64_t *speeds, int n_speeds)
+{
+  json_t *goodputs = json_array(), *rows = json_array();
+  for (int t = 0; t < n_targets; t++) {
+    for (int k = SIMULATE_REPLICAS; k <= SIMULATE_SPLIT; k++) {
+      double found = goodput(b, pair_setting(b, (enum simulate_placement)k, (double)targets[t] * 1e3), (double)targets[t] * 1e3);
+      json_array_append_new(goodputs, json_pack("{s:I, s:s, s:f}", "itl_target_ms", (json_int_t)targets[t], "placement", PLACEMENTS[k],
+                                                "goodput", found));
+      fprintf(stderr, "== target %lld ms: %s carries %.3fx\n", (long long)targets[t], PLACEMENTS[k], found);
+    }
+  }
+  for (int s = 0; s < n_speeds; s++) {
+    for (int k = SIMULATE_REPLICAS; k <= SIMULATE_SPLIT; k++) {
+      json_t *row = lowest(b, (enum simulate_placement)k, (double)speeds[s], targets, n_targets);
+      if (!row) row = json_pack("{s:s, s:f, s:b}", "placement", PLACEMENTS[k], "speed", (double)speeds[s], "keeps_first_token_target", 0);
+      json_array_append_new(rows, row);
+    }
+  }
+  json_object_set_new(out, "goodput", goodputs);
+  json_object_set_new(out, "lowest_itl_p99", rows);
+}
+
 /* What no scheduler can pass, whatever the inter-token target. */
 static json_t *bounds(const struct bench *b)
 {
@@ -182,10 +257,11 @@ static json_t *bounds(const struct bench *b)
 
 static int simulate(struct bench *b, int argc, char **argv)
 {
-  int64_t targets[MOST_TARGETS], batches[MOST_BATCHES];
+  int64_t targets[MOST_TARGETS], batches[MOST_BATCHES], speeds[MOST_SPEEDS];
   int n_targets = bench_parse_list(b->options.itl_targets_ms, targets, MOST_TARGETS);
   int n_batches = bench_parse_list(b->options.static_batches, batches, MOST_BATCHES);
-  if (!b->options.trace || !b->options.cost || !n_targets || !n_batches) {
+  int n_speeds = bench_parse_list(b->options.speeds, speeds, MOST_SPEEDS);
+  if (!b->options.trace || !b->options.cost || !n_targets || !n_batches || !n_speeds) {
     fprintf(stderr, "sits2026-bench simulate: needs --trace and --cost, and lists such as --itl-targets-ms 15,50\n");
     return 2;
   }
@@ -197,7 +273,8 @@ static int simulate(struct bench *b, int argc, char **argv)
   if (!out || !b->points) return 1;
   json_object_set_new(out, "trace_requests", json_integer(b->n));
   json_object_set_new(out, "bounds", bounds(b));
-  if (b->options.speed > 0) run_one_speed(b, targets, n_targets, batches, n_batches);
+  if (b->options.placement) compare_pairs(b, out, targets, n_targets, speeds, n_speeds);
+  else if (b->options.speed > 0) run_one_speed(b, targets, n_targets, batches, n_batches);
   else json_object_set_new(out, "goodput", search(b, targets, n_targets, batches, n_batches));
   json_object_set(out, "points", b->points);
   return bench_write_json(out, b->options.out) ? 0 : 1;

@@ -1,5 +1,6 @@
 /* sits2026-bench simulate: one run of the planner (the real src/alps) over a trace on a modelled device, in virtual time.
- * simulate_run.c is the discrete-event loop; simulate_bound.c what no scheduler can pass; simulate.c searches for the goodput and writes
+ * simulate_run.c is the discrete-event loop, simulate_pair.c that of two devices, simulate_server.c a device;
+ * simulate_bound.c what no scheduler can pass; simulate.c searches for the goodput and writes
  * the results; simulate_input.c reads the files. */
 #ifndef SITS_TOOLS_BENCH_SIMULATE_H
 #define SITS_TOOLS_BENCH_SIMULATE_H
@@ -29,6 +30,9 @@ struct simulate_arrival { double at_us; int32_t n_prompt, n_output; };
 #define SIMULATE_BUCKETS (64 * 36)
 struct simulate_histogram { int64_t counts[SIMULATE_BUCKETS]; int64_t n; };
 
+/* One device; two that share the arrivals; one for prompts and one that decodes, handing over every prompt or where it pays. */
+enum simulate_placement { SIMULATE_ONE, SIMULATE_REPLICAS, SIMULATE_SPLIT_ALWAYS, SIMULATE_SPLIT };
+
 struct simulate_setting {
   enum alps_policy policy;
   int32_t max_seqs;            /* running at once; the batch of ALPS_STATIC */
@@ -38,6 +42,10 @@ struct simulate_setting {
   double itl_limit_us;         /* gaps beyond it are counted */
   double ttft_target_us;       /* ALPS_BUDGET keeps it where it can; 0 = none */
   bool knows_ttft_target;      /* the planner is told of it; else it serves prompts in order of arrival */
+  enum simulate_placement placement;
+  double link_bytes_per_s, link_latency_us; /* between two devices */
+  int32_t reader_tokens;       /* largest step of the one for prompts */
+  bool sends_tail;             /* the tokens behind the last whole page are handed over, too (no engine does that) */
   bool may_give_up;            /* end a run whose P99 of the first token cannot meet the target any more */
 };
 
@@ -47,6 +55,8 @@ struct simulate_result {
   int64_t n_requests, n_steps, n_output_tokens, n_prompt_tokens, n_preempted;
   double plan_us;              /* real time spent in the planner */
   int32_t most_running, most_waiting;
+  int64_t n_handed_over;       /* prompts */
+  double server_busy_us[2];    /* of two devices */
   int64_t n_itl_over;          /* gaps beyond itl_limit_us */
   struct simulate_histogram ttft, itl;
 };
@@ -54,6 +64,9 @@ struct simulate_result {
 /* 0, or -1 without memory. */
 int simulate_run(const struct simulate_cost *cost, const struct simulate_arrival *arrivals, int64_t n,
                  const struct simulate_setting *setting, struct simulate_result *result);
+/* The same on two devices: setting->placement is not SIMULATE_ONE. */
+int simulate_pair(const struct simulate_cost *cost, const struct simulate_arrival *arrivals, int64_t n,
+                  const struct simulate_setting *setting, struct simulate_result *result);
 double simulate_quantile(const struct simulate_histogram *histogram, double q); /* us */
 double simulate_step_us(const struct simulate_cost *cost, const struct alps_cost_work *work, int32_t n_rows);
 double simulate_kv_us(const struct simulate_cost *cost);   /* reading one cached token */
