@@ -67,7 +67,7 @@ def test_refusals():
                           (("--placement", "prefill=1,decode=1"), "both on device 1"),
                           (("--placement", "prefill=0,decode=1", "--tensor-parallel-size", "2"), "tensor-parallel-size"),
                           (("--placement", "prefill=0,decode=1", "--speculative-tokens", "3", "--draft-model", TINY), "draft-model"),
-                          (("--placement", "prefill=0,decode=1", "--enable-prefix-caching", "false"), "enable-prefix-caching"),
+                          (("--placement", "prefill=0,decode=1", "--no-enable-prefix-caching"), "enable-prefix-caching"),
                           (("--placement", "prefill=0,decode=1", "--kv-cache-dtype", "fp4-sparse"), "fp4-sparse")]:
         done = subprocess.run([BIN / "sits2026d", "--model", TINY, "--port", "0", *options], capture_output=True, timeout=60 * SLOW)
         assert done.returncode == 1 and text in done.stderr.decode(), (options, done.stderr)
