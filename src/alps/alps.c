@@ -258,10 +258,10 @@ void alps_hold(struct alps *alps, int32_t id, bool is_held)
   }
 }
 
-void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, float accept)
+void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, const float *chance)
 {
   alps->entries[id].n_draft = n_draft;
-  alps->entries[id].accept = accept;
+  alps->entries[id].chance = chance;
 }
 
 /* The safety factor tracks the step time's high quantile: a late step that had a prompt in it takes a little off, every one in time gives
@@ -279,6 +279,19 @@ static void control(struct alps *alps, const struct alps_plan *plan, int64_t ste
   else alps->sequence_cap = fmin(alps->options.max_seqs, alps->sequence_cap + 1);
 }
 
+/* What one more row costs beside few others is another thing than what a prompt's token costs: up to a dozen rows a step is bound by the
+ * weights' bytes. So drafts are judged by the steps without prompts alone. */
+static void note_verify(struct alps *alps, const struct alps_plan *plan, double step_us)
+{
+  enum { FEW_TOKENS = 64 };
+  static const double KEEP = 0.99, HICCUP = 2;
+  struct alps_line *l = &alps->verify;
+  const double x = plan->n_tokens, usual = alps->decode_us;
+  if (plan->n_items != plan->n_decode || plan->n_tokens > FEW_TOKENS || plan->n_items == 0) return;
+  if (usual > 0 && step_us > HICCUP * usual * (1 + x / (double)plan->n_items)) return;
+  *l = (struct alps_line){KEEP * l->n + 1, KEEP * l->x + x, KEEP * l->xx + x * x, KEEP * l->y + step_us, KEEP * l->xy + x * step_us};
+}
+
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
   double items_us = (double)(step_us - plan->sliced_us);
@@ -288,6 +301,7 @@ void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_u
   if (plan->sliced_us > 0) {
     alps->classes[plan->slice_class].pass += (double)plan->sliced_us / alps->options.class_weight[plan->slice_class];
   }
+  note_verify(alps, plan, items_us);
   alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
     alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * (items_us - alps->decode_us);

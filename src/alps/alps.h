@@ -131,15 +131,18 @@ void alps_remove(struct alps *alps, int32_t id);
 /* Plan one step. SITS_OK: *plan (perhaps empty). SITS_AGAIN: pre-empt plan->victims (alps_requeue each), then call again. */
 enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user,
                            struct alps_plan *plan) SITS_MUST_CHECK;
+/* The plan's items will not run: something more urgent has come while its slice ran (report that as a plan without items first). */
+void alps_drop_plan(struct alps *alps);
 /* After the step: the entry's counts. copy_pages: pages its next write needs beyond new ones (1 when its last page is shared). */
 void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);
 /* The chunk in slices is given up: it could not begin. Pre-empting or removing its entry says so by itself. */
 void alps_drop_slice(struct alps *alps);
 /* A held entry is left out (its consumer is slow). Running, it keeps its pages until others need them; waiting, it is in no queue. */
 void alps_hold(struct alps *alps, int32_t id, bool is_held);
-/* The entry has n_draft guessed tokens that its next step could verify, each right with probability accept (0..1). The plan takes as
- * many as pay: the number that gives the most tokens per predicted time, none if that is best. They count as tokens and rows. */
-void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, float accept);
+/* The entry has n_draft guessed tokens that its next step could verify; chance[k]: that token k is right if those before it are,
+ * borrowed until the next alps_update of the entry. The plan takes as many as pay: the number that gives the most tokens per time, none if
+ * that is best. They count as tokens and rows. */
+void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, const float *chance);
 /* The step took step_us from the end of the one before (or from its start after an idle time). */
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us);
 

@@ -22,7 +22,7 @@ struct alps_entry {
   int32_t run_at;               /* place in alps.running */
   uint64_t order;               /* of arrival, unique */
   uint64_t admitted;            /* of admission, unique */
-  float accept;                 /* probability that a drafted token is right */
+  const float *chance;          /* [n_draft] that a drafted token is right */
   bool is_held, was_preempted;
   bool is_late;                 /* waiting, and given up: its first token will not come in time */
   int32_t length_prev, length_next; /* timely waiting entries of about that length; -1 none */
@@ -53,6 +53,12 @@ struct alps_class {
   bool was_active;
 };
 
+/* A straight line through recent points: sums with fading weights. */
+struct alps_line { double n, x, xx, y, xy; };
+
+/* What a plan books before it is known whether it will run: time received and time saved up. */
+struct alps_accounts { double pass[ALPS_CLASSES], credit_us[ALPS_CLASSES]; };
+
 struct alps {
   struct alps_options options;
   struct alps_entry *entries;   /* [max_entries] */
@@ -80,8 +86,10 @@ struct alps {
   double margin;                /* share of the target that a step may plan for */
   double sequence_cap;          /* dynamic batch size */
   double decode_us;             /* recent time of steps without prompts */
+  struct alps_line verify;      /* time of steps without prompts by their tokens, drafts included */
   double read_us, read_tokens;  /* recent steps with prompts: their time, their prompt tokens */
   int64_t now_us;               /* of the plan being made */
+  struct alps_accounts before;  /* the newest plan */
   int32_t reports_since_control;
   double output_mean;           /* tokens that finished sequences made, moving average; 0 = none seen */
   bool is_filling;              /* ALPS_STATIC: the batch takes more requests */

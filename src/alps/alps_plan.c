@@ -166,22 +166,33 @@ static void choose_classes(struct planner *p, const struct alps_cost_work work[A
   }
 }
 
-/* How many drafted tokens to verify. A draft of k gives 1 + a + ... + a^k tokens on average; what it costs is the model's business. */
+/* Predicted time of a step without prompts that holds `work` in so many tokens: by the line where enough is known, else by the model. */
+static double verify_us(const struct alps *alps, const struct alps_cost_work *work, double n_tokens)
+{
+  const struct alps_line *l = &alps->verify;
+  const double spread = l->n * l->xx - l->x * l->x, slope = (l->n * l->xy - l->x * l->y) / spread;
+  if (l->n < 8 || spread < 0.1 * l->n * l->n || !(slope >= 0) || l->y <= slope * l->x) return alps_cost_predict(&alps->cost, work);
+  return (l->y - slope * l->x) / l->n + slope * n_tokens;
+}
+
+/* How many drafted tokens to verify, so that the step's sequences get most tokens for its time. */
 static int32_t choose_draft(const struct planner *p, const struct alps_entry *e)
 {
   const struct alps *alps = p->alps;
-  int32_t most = e->n_draft, best = 0;
+  int32_t most = e->n_draft, best = 0, n_decode = alps->n_running - alps->n_prefill, n_others = n_decode > 1 ? n_decode - 1 : 0;
+  int32_t n_tokens = p->plan->n_tokens - p->plan->n_items + n_others + 1; /* drafts so far, everybody's next */
   if (most > p->tokens_left - 1) most = p->tokens_left - 1;
   if (most > p->rows_left - 1) most = p->rows_left - 1;
   if (most <= 0 || page_need(alps, e, 1 + most) > p->n_available) return 0;
   struct alps_cost_work work = p->plan->work;
   alps_cost_add_decode(&work, e->request.n_known);
-  double expected = 1, chance = 1, best_rate = expected / alps_cost_predict(&alps->cost, &work);
+  work.n_decode = n_others + 1;
+  double expected = n_others + 1, chance = 1, best_rate = expected / verify_us(alps, &work, n_tokens);
   double limit_us = alps->options.itl_target_us > 0 ? alps->margin * (double)alps->options.itl_target_us : INFINITY;
   for (int32_t k = 1; k <= most; k++) {
     alps_cost_add_chunk(&work, 1, e->request.n_known + k - 1);
-    double step_us = alps_cost_predict(&alps->cost, &work);
-    chance *= e->accept;
+    double step_us = verify_us(alps, &work, n_tokens + k);
+    chance *= (double)e->chance[k - 1];
     expected += chance;
     if (step_us > limit_us) break;
     if (expected / step_us <= best_rate) continue;
@@ -531,22 +542,19 @@ double alps_reading_us(const struct alps *alps, const struct alps_cost_work *dec
   return alps_cost_predict(&alps->cost, &step) * (double)n_tokens / (chunk > 0 ? chunk : 1);
 }
 
-/* What a plan books before it is known whether it will run: time received and time saved up. */
-struct accounts { double pass[ALPS_CLASSES], credit_us[ALPS_CLASSES]; };
-
-static void save_accounts(const struct alps *alps, struct accounts *accounts)
+static void save_accounts(struct alps *alps)
 {
   for (int c = 0; c < ALPS_CLASSES; c++) {
-    accounts->pass[c] = alps->classes[c].pass;
-    accounts->credit_us[c] = alps->classes[c].credit_us;
+    alps->before.pass[c] = alps->classes[c].pass;
+    alps->before.credit_us[c] = alps->classes[c].credit_us;
   }
 }
 
-static void restore_accounts(struct alps *alps, const struct accounts *accounts)
+void alps_drop_plan(struct alps *alps)
 {
   for (int c = 0; c < ALPS_CLASSES; c++) {
-    alps->classes[c].pass = accounts->pass[c];
-    alps->classes[c].credit_us = accounts->credit_us[c];
+    alps->classes[c].pass = alps->before.pass[c];
+    alps->classes[c].credit_us = alps->before.credit_us[c];
   }
 }
 
@@ -556,8 +564,7 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
   *plan = (struct alps_plan){.items = alps->items, .victims = alps->victims, .slice.id = -1};
   struct planner p = {.alps = alps, .plan = plan, .n_available = n_available, .tokens_left = alps->options.max_batch_tokens,
                       .rows_left = alps->options.max_rows};
-  struct accounts before;
-  save_accounts(alps, &before);
+  save_accounts(alps);
   gather_prefill(&p);
   if (alps->options.ttft_target_us > 0 && alps->options.policy == ALPS_BUDGET) alps_forgo(alps, p.prefill_tokens);
   limits(&p);
@@ -576,7 +583,7 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
     int32_t victim = p.wants_victim ? choose_victim(alps, p.victim_above, -1) : choose_victim(alps, -1, best_running(alps));
     if (victim >= 0) {
       plan->victims[plan->n_victims++] = victim;
-      restore_accounts(alps, &before); /* the plan is dropped, and made again without the victim */
+      alps_drop_plan(alps); /* the plan is dropped, and made again without the victim */
       return SITS_AGAIN;
     }
   }

@@ -111,6 +111,7 @@ enum sits_status engine_create(const struct engine_options *options, struct sits
   if (e->options.max_waiting_requests <= 0) e->options.max_waiting_requests = DEFAULT_MAX_WAITING;
   if (e->options.spec_max_running <= 0) e->options.spec_max_running = 8;
   if (e->options.spec_max_tokens < 0) e->options.spec_max_tokens = 0;
+  if (e->options.spec_max_tokens > ENGINE_MOST_DRAFT) e->options.spec_max_tokens = ENGINE_MOST_DRAFT;
   /* A refused draft is overwritten later; codecs that fold whole groups of tokens into few bits cannot take a token back. */
   if (e->options.spec_max_tokens > 0 && (options->geometry.codec == KV_INT4 || options->geometry.codec == KV_FP4 ||
                                          options->geometry.codec == KV_FP4_SPARSE)) {
@@ -137,6 +138,7 @@ enum sits_status engine_create(const struct engine_options *options, struct sits
   for (int32_t i = 0; i < e->max_entries; i++) e->free_ids[i] = e->max_entries - 1 - i;
   e->n_free_ids = e->max_entries;
   engine_stats_init(&e->stats);
+  engine_draft_init(e);
   atomic_store(&e->state, ENGINE_CREATED);
   atomic_store(&e->heartbeat_us, clock_monotonic_us());
   engine_stats_publish(e);

@@ -1,47 +1,85 @@
-/* Speculation, and its cheapest kind, without a second model: what followed the last few tokens the last time they stood in the sequence
- * is guessed to follow again (prompt lookup; Saxena 2023, "Prompt lookup decoding"). Summaries and edits of a text repeat much of it.
+/* Speculation, and its cheapest kind, without a second model: what followed the last few tokens when they stood in the sequence before is
+ * guessed to follow again (prompt lookup; Saxena 2023, "Prompt lookup decoding"). Summaries and edits of a text repeat much of it.
+ *
+ * Places are those with the longest match of up to ENGINE_LONGEST_MATCH tokens. The draft follows them token by token: what most of them
+ * went on with, the newest deciding among equals, and those that went on otherwise are left behind. How likely a token is right depends on
+ * how long its match is, the drafted tokens included, and on whether its places agree; shares of right tokens by both are learned
+ * from all sequences together. The planner takes as many tokens as pay at those chances.
  *
  * A draft lies behind the known tokens of a choice and is verified by the next step: one row of logits per drafted token, each drawn as
  * it would be without speculation (engine_output.c, draw_rows), so the answer is the same token for token, sampled or greedy.
  *
- * Where nothing can be looked up, the draft model guesses, if there is one (engine_draft_model.c).
+ * Where no match of two tokens is found, the draft model guesses, if there is one (engine_draft_model.c).
  *
- * Off is free: no draft is looked for when the option is 0 or spec_max_running or more sequences run. What a choice's drafts are worth is
- * learned per choice and kind: long matches are right far more often than short ones. The planner takes as many tokens as pay, and a kind
- * whose drafts mostly fail pauses for a few. */
+ * Off is free: no draft is looked for when the option is 0 or spec_max_running or more sequences run. */
 #include "engine/engine_internal.h"
 
-enum { LONGEST_MATCH = 8, LONG_MATCH = 4, SHORTEST_MATCH = 2, LOOK_BACK = 16384, POOR_WAIT = 4, FAILED_WAIT = 16 };
+enum { MOST_PLACES = 64, LOOK_BACK = 16384, POOR_WAIT = 4, FAILED_WAIT = 16 };
 
-static const float ACCEPT_START[DRAFT_KINDS] = {[DRAFT_SHORT_MATCH] = 0.6f, [DRAFT_LONG_MATCH] = 0.8f, [DRAFT_MODEL] = 0.6f};
-static const float ACCEPT_RATE = 0.15f, ACCEPT_POOR = 0.2f;
+static const float START[ENGINE_LONGEST_MATCH + 1] = {0, 0.25f, 0.45f, 0.55f, 0.65f, 0.75f, 0.75f, 0.8f, 0.8f}, START_DISPUTED = 0.7f;
+static const float LOOKUP_RATE = 0.05f; /* of what is learned from a verified token */
+static const float LOOKUP_HOPE = 0.003f; /* back to the start with each look-up, so that a kind that never paid is tried again */
+static const float ACCEPT_START = 0.6f, ACCEPT_RATE = 0.15f, ACCEPT_POOR = 0.2f;
+
+/* Ends of the places where the last tokens stood before, newest first. */
+struct places { int32_t end[MOST_PLACES], n, length; };
+
+static float start_of(int32_t kind)
+{
+  return START[kind / 2] * (kind % 2 ? 1 : START_DISPUTED);
+}
+
+void engine_draft_init(struct sits_engine *engine)
+{
+  for (int32_t k = 0; k < ENGINE_LOOKUP_KINDS; k++) engine->lookup_right[k] = start_of(k);
+}
 
 static int32_t match_length(const int32_t *tokens, int32_t end, int32_t known)
 {
   int32_t n = 0;
-  while (n < LONGEST_MATCH && n < end && tokens[end - 1 - n] == tokens[known - 1 - n]) n++;
+  while (n < ENGINE_LONGEST_MATCH && n < end && tokens[end - 1 - n] == tokens[known - 1 - n]) n++;
   return n;
 }
 
-/* Where the last tokens stood before: the newest place with the longest match, its end; 0 when there is none. *length: of the match. */
-static int32_t look_up(const int32_t *tokens, int32_t known, int32_t *length)
+static void look_up(const int32_t *tokens, int32_t known, struct places *out)
 {
-  int32_t best_at = 0, best = SHORTEST_MATCH - 1, oldest = known > LOOK_BACK ? known - LOOK_BACK : 0;
-  for (int32_t end = known - 1; end > oldest && best < LONGEST_MATCH; end--) {
+  int32_t oldest = known > LOOK_BACK ? known - LOOK_BACK : 0;
+  out->n = out->length = 0;
+  for (int32_t end = known - 1; end > oldest; end--) {
     if (tokens[end - 1] != tokens[known - 1]) continue;
     int32_t n = match_length(tokens, end, known);
-    if (n <= best) continue;
-    best = n;
-    best_at = end;
+    if (n > out->length) {
+      out->length = n;
+      out->n = 0;
+    }
+    if (n == out->length && out->n < MOST_PLACES) out->end[out->n++] = end;
   }
-  *length = best;
-  return best_at;
 }
 
-bool engine_may_guess(struct engine_choice *choice, enum engine_draft_kind kind, float *accept)
+/* What most places went on with after `ahead` tokens; the others are dropped. *agree: there were none. A place may run on into the draft
+ * itself: a period. */
+static int32_t vote(const int32_t *tokens, int32_t ahead, struct places *places, bool *agree)
 {
-  struct engine_guesses *guesses = &choice->guesses[kind];
-  if (guesses->accept == 0) guesses->accept = ACCEPT_START[kind];
+  int32_t best = 0, most = 0, n = 0;
+  for (int32_t i = 0; i < places->n && most <= places->n - i; i++) {
+    int32_t votes = 0, token = tokens[places->end[i] + ahead];
+    for (int32_t k = 0; k < places->n; k++) votes += tokens[places->end[k] + ahead] == token;
+    if (votes <= most) continue;
+    most = votes;
+    best = token;
+  }
+  *agree = most == places->n;
+  for (int32_t i = 0; i < places->n; i++) {
+    if (tokens[places->end[i] + ahead] == best) places->end[n++] = places->end[i];
+  }
+  places->n = n;
+  return best;
+}
+
+bool engine_may_guess(struct engine_choice *choice, float *accept)
+{
+  struct engine_guesses *guesses = &choice->guesses;
+  if (guesses->accept == 0) guesses->accept = ACCEPT_START;
   *accept = guesses->accept;
   if (guesses->wait == 0) return true;
   guesses->wait--;
@@ -53,19 +91,25 @@ static bool may_draft(const struct engine_choice *choice)
   return engine_known(choice) - choice->n_computed == 1 && choice->n_out > 0;
 }
 
-/* False: nothing to look up, or it is not worth trying. */
+/* False: nothing to look up, or a draft model does better. */
 static bool draft_for(struct sits_engine *engine, struct engine_choice *choice)
 {
-  int32_t known = engine_known(choice), most = engine->options.spec_max_tokens, length = 0, n = 0;
+  struct places places;
+  int32_t known = engine_known(choice), most = engine->options.spec_max_tokens;
   int32_t left = choice->request->params.sampling.max_tokens - choice->n_out - 1; /* the step draws one token beyond the draft */
-  float accept;
   if (most > left) most = left;
-  int32_t from = look_up(choice->tokens, known, &length);
-  enum engine_draft_kind kind = length >= LONG_MATCH ? DRAFT_LONG_MATCH : DRAFT_SHORT_MATCH;
-  if (from == 0 || !engine_may_guess(choice, kind, &accept)) return false;
-  for (; n < most; n++) choice->tokens[known + n] = choice->tokens[from + n]; /* may run on into the draft itself: a period */
-  choice->draft_kind = kind;
-  if (n > 0) alps_offer(engine->alps, choice->id, n, accept);
+  look_up(choice->tokens, known, &places);
+  if (places.n == 0 || (engine->drafter && places.length < 2)) return false;
+  for (int32_t n = 0; n < most; n++) {
+    bool agree;
+    choice->tokens[known + n] = vote(choice->tokens, n, &places, &agree);
+    int32_t length = places.length + n < ENGINE_LONGEST_MATCH ? places.length + n : ENGINE_LONGEST_MATCH, kind = 2 * length + agree;
+    engine->lookup_right[kind] += LOOKUP_HOPE * (start_of(kind) - engine->lookup_right[kind]);
+    choice->draft_lookup[n] = (uint8_t)kind;
+    choice->draft_chance[n] = engine->lookup_right[kind];
+  }
+  choice->draft_kind = DRAFT_LOOKUP;
+  if (most > 0) alps_offer(engine->alps, choice->id, most, choice->draft_chance);
   return true;
 }
 
@@ -82,9 +126,16 @@ void engine_draft(struct sits_engine *engine)
   if (engine->drafter) engine_drafter_run(engine, engine->to_draft, n_to_draft);
 }
 
-void engine_draft_result(struct engine_choice *choice, int32_t n_draft, int32_t n_accepted)
+void engine_draft_result(struct sits_engine *engine, struct engine_choice *choice, int32_t n_draft, int32_t n_accepted)
 {
-  struct engine_guesses *guesses = &choice->guesses[choice->draft_kind];
+  struct engine_guesses *guesses = &choice->guesses;
+  if (choice->draft_kind == DRAFT_LOOKUP) {
+    for (int32_t i = 0; i < n_draft && i <= n_accepted; i++) {
+      float *right = &engine->lookup_right[choice->draft_lookup[i]];
+      *right += LOOKUP_RATE * ((i < n_accepted ? 1.0f : 0.0f) - *right);
+    }
+    return;
+  }
   for (int32_t i = 0; i < n_accepted; i++) guesses->accept += ACCEPT_RATE * (1 - guesses->accept);
   if (n_accepted < n_draft) guesses->accept -= ACCEPT_RATE * guesses->accept;
   if (guesses->accept >= ACCEPT_POOR) return;

@@ -187,10 +187,10 @@ static void take_up(struct sits_engine *engine, struct engine_choice *const *cho
     if (most > left) most = left;
     if (most > d->model.max_model_len - known) most = d->model.max_model_len - known;
     float accept;
-    if (most <= 0 || !engine_may_guess(choice, DRAFT_MODEL, &accept)) continue;
+    if (most <= 0 || !engine_may_guess(choice, &accept)) continue;
     const int32_t n_wanted = engine_draft_length(accept, cost, most);
     if (n_wanted == 0) {
-      choice->guesses[DRAFT_MODEL].wait = PAUSE;
+      choice->guesses.wait = PAUSE;
       continue;
     }
     if (choice->draft_slot < 0) {
@@ -271,7 +271,8 @@ void engine_drafter_run(struct sits_engine *engine, struct engine_choice *const 
       const struct entry *e = &d->entries[i];
       if (e->n_guessed == 0) continue;
       e->choice->draft_kind = DRAFT_MODEL;
-      alps_offer(engine->alps, e->choice->id, e->n_guessed, e->choice->guesses[DRAFT_MODEL].accept);
+      for (int32_t k = 0; k < e->n_guessed; k++) e->choice->draft_chance[k] = e->choice->guesses.accept;
+      alps_offer(engine->alps, e->choice->id, e->n_guessed, e->choice->draft_chance);
       engine->stats.spec_model_tokens += (uint64_t)e->n_guessed;
     }
   }

@@ -26,9 +26,14 @@
 
 _Static_assert(KV_TOKENS == KV_PAGE_TOKENS, "bookkeeping and backends agree on the page size");
 
-/* Where drafts come from: what followed a short or a long match, the draft model. Each is judged by itself. */
-enum engine_draft_kind { DRAFT_SHORT_MATCH, DRAFT_LONG_MATCH, DRAFT_MODEL, DRAFT_KINDS };
+/* Where a draft comes from. */
+enum engine_draft_kind { DRAFT_LOOKUP, DRAFT_MODEL };
 
+#define ENGINE_MOST_DRAFT 64      /* tokens */
+#define ENGINE_LONGEST_MATCH 8    /* tokens before a looked-up one that are compared */
+#define ENGINE_LOOKUP_KINDS (2 * (ENGINE_LONGEST_MATCH + 1)) /* by length of the match, and by whether all places of it agree */
+
+/* How a choice's guesses by the draft model fare. */
 struct engine_guesses {
   float accept;                   /* share of right tokens, moving average; 0 = none yet */
   int32_t wait;                   /* drafts to leave out */
@@ -46,8 +51,10 @@ struct engine_choice {
   bool is_done;                   /* [loop] its finish event is out */
   bool is_born;                   /* [loop] leads the request's prefill, or was forked */
   int64_t last_token_us;          /* [loop] */
-  struct engine_guesses guesses[DRAFT_KINDS]; /* [loop] how its drafts fare */
-  enum engine_draft_kind draft_kind; /* [loop] of the draft at hand */
+  struct engine_guesses guesses;  /* [loop] */
+  enum engine_draft_kind draft_kind; /* [loop] of the draft at hand, as what follows */
+  float draft_chance[ENGINE_MOST_DRAFT]; /* [loop] of each token to be right, if those before it are */
+  uint8_t draft_lookup[ENGINE_MOST_DRAFT]; /* [loop] the kind of look-up that gave it */
   int32_t draft_slot;             /* [loop] slot in the draft model's pages, -1 none */
   int32_t draft_right;            /* [loop] leading tokens that the draft model has read and that are known to be right */
 };
@@ -130,6 +137,7 @@ struct engine_slice {
   int64_t until_us;               /* [loop] when this step's slice ends */
   int64_t asked_us, gap_us;       /* [loop] when go_on was asked last; how long one more piece may take */
   int32_t n_asked;                /* [loop] in this slice */
+  int64_t reported_us;            /* [loop] of this step: slices that the planner has been told of already */
 };
 
 /* Waiting requests by tenant (several tenants may share an entry): nobody alone may fill the queue while others are about. */
@@ -154,6 +162,7 @@ struct sits_engine {
   struct engine_pool *pool;       /* [loop] */
   struct engine_drafter *drafter; /* [loop] NULL without a draft model */
   struct engine_placement *placement; /* [loop] NULL without a prefill device */
+  float lookup_right[ENGINE_LOOKUP_KINDS]; /* [loop] share of right tokens of each kind of look-up, moving averages */
   struct engine_choice **to_draft;/* [loop] [max_num_seqs] scratch of engine_draft */
   int64_t draft_us;               /* [loop] of this turn, by the draft model */
   const float *logits;            /* [loop] [R][V] of the newest batch */
@@ -250,10 +259,11 @@ void engine_slice_run(struct sits_engine *engine, int64_t from_us); /* the plan'
 void engine_slice_drop(struct sits_engine *engine, int32_t id);     /* that entry's chunk, if it has one, is not wanted any more */
 
 /* engine_draft.c */
-/* Whether the choice takes a draft of this kind now; *accept: the chance of its tokens. */
-bool engine_may_guess(struct engine_choice *choice, enum engine_draft_kind kind, float *accept);
+void engine_draft_init(struct sits_engine *engine);
+/* Whether the choice takes a draft of the draft model now; *accept: the chance of its tokens. */
+bool engine_may_guess(struct engine_choice *choice, float *accept);
 void engine_draft(struct sits_engine *engine);
-void engine_draft_result(struct engine_choice *choice, int32_t n_draft, int32_t n_accepted);
+void engine_draft_result(struct sits_engine *engine, struct engine_choice *choice, int32_t n_draft, int32_t n_accepted);
 
 /* engine_output.c */
 /* What the sequence's next token would be if these were its logits, behind its first n_tokens tokens. */

@@ -266,7 +266,7 @@ static void draw_rows(struct sits_engine *engine, struct engine_choice *choice, 
     n_accepted++;
   }
   if (!is_committed) commit(engine, choice, item->n_tokens - n_draft + n_accepted);
-  if (n_draft > 0) engine_draft_result(choice, n_draft, n_accepted);
+  if (n_draft > 0) engine_draft_result(engine, choice, n_draft, n_accepted);
   engine_drafter_verified(choice, first_known + n_accepted);
   engine->stats.spec_drafts += n_draft > 0;
   engine->stats.spec_draft_tokens += (uint64_t)n_draft;

@@ -139,7 +139,7 @@ static void forward_and_sample(struct sits_engine *engine)
   struct backend_result result = {0};
   int64_t started_us = clock_monotonic_us();
   if (engine->is_continuous) {
-    int64_t serial_us = started_us - engine->last_step_end_us - engine->plan.sliced_us;
+    int64_t serial_us = started_us - engine->last_step_end_us - engine->plan.sliced_us - engine->slice.reported_us;
     engine->stats.serial_us_ewma += 0.1 * ((double)serial_us - engine->stats.serial_us_ewma);
   }
   atomic_fetch_add(&engine->n_steps_begun, 1);
@@ -156,19 +156,34 @@ static void forward_and_sample(struct sits_engine *engine)
     return;
   }
   engine_outputs(engine, &result);
-  alps_report(engine->alps, &engine->plan, now_us - from_us - engine->draft_us); /* the planner's costs are the model's own */
+  int64_t own_us = now_us - from_us - engine->draft_us - engine->slice.reported_us; /* the planner's costs are the model's own */
+  alps_report(engine->alps, &engine->plan, own_us);
   engine->stats.step_us_ewma += 0.1 * ((double)(now_us - from_us) - engine->stats.step_us_ewma);
   engine_observe(&engine->stats.iteration_tokens_hist, engine->batch.n_tokens);
 }
 
-/* The plan's slice; where there is nothing else in the plan, that was the step. */
-static void run_slice(struct sits_engine *engine)
+/* The plan's slice; where there is nothing else in the plan, that was the step. When a request of a higher class comes meanwhile, the
+ * items wait too: all is planned anew with it. */
+static void run_slices(struct sits_engine *engine)
 {
   int64_t from_us = engine->is_continuous ? engine->last_step_end_us : engine->step_started_us;
-  engine_slice_run(engine, from_us);
-  if (engine->plan.n_items > 0 || atomic_load(&engine->state) == ENGINE_FAILED) return;
-  engine->last_step_end_us = clock_monotonic_us();
-  alps_report(engine->alps, &engine->plan, engine->last_step_end_us - from_us - engine->draft_us);
+  while (engine->plan.slice.id >= 0) {
+    engine_slice_run(engine, from_us);
+    if (atomic_load(&engine->state) == ENGINE_FAILED) return;
+    const bool is_urgent = atomic_load(&engine->inbox_class) < engine->plan.slice_class;
+    if (engine->plan.n_items > 0 && !is_urgent) return;
+    engine->plan.n_items = engine->plan.n_decode = 0;
+    engine->plan.work = (struct alps_cost_work){0};
+    if (is_urgent) alps_drop_plan(engine->alps);
+    alps_report(engine->alps, &engine->plan, engine->plan.sliced_us);
+    engine->slice.reported_us += engine->plan.sliced_us;
+    if (!is_urgent) {
+      engine->last_step_end_us = clock_monotonic_us();
+      return;
+    }
+    drain_inbox(engine);
+    engine_plan(engine);
+  }
 }
 
 bool engine_step(struct sits_engine *engine)
@@ -184,7 +199,8 @@ bool engine_step(struct sits_engine *engine)
   if (engine->draft_us > 0) drain_inbox(engine); /* a draft model took a while: who left meanwhile is not planned */
   engine_plan(engine);
   bool has_work = engine->plan.n_items > 0 || engine->plan.slice.id >= 0;
-  if (engine->plan.slice.id >= 0) run_slice(engine);
+  engine->slice.reported_us = 0;
+  if (engine->plan.slice.id >= 0) run_slices(engine);
   if (engine->plan.n_items > 0 && atomic_load(&engine->state) != ENGINE_FAILED) {
     engine_build(engine);
     forward_and_sample(engine);

@@ -21,7 +21,7 @@
 #include "tools/bench/bench.h"
 #include "tools/bench/engine_bench.h"
 
-enum { STREAMS = 4, MOST_GAPS = 200000, WARM_TOKENS = 40, PASSAGE = 300, PASSAGE_AGAIN = 24 };
+enum { STREAMS = 4, MOST_GAPS = 200000, WARM_TOKENS = 20, PASSAGE = 300, PASSAGE_AGAIN = 24 };
 
 #define AT(field) offsetof(struct engine_bench_options, field)
 static const struct option_spec specs[] = {
@@ -33,6 +33,8 @@ static const struct option_spec specs[] = {
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4|fp4-sparse", "Options",
      "Cache codec."},
     {"prompt", OPTION_INT, AT(prompt), "2000", 16, 1e6, "tokens", 0, NULL, "stall, prefix", "Long prompt, or common part."},
+    {"quiet-tokens", OPTION_INT, AT(quiet_tokens), "300", 40, 1e6, "tokens", 0, NULL, "stall",
+     "What each stream says undisturbed; as much as while the prompt is read, since contexts grow meanwhile and steps with them."},
     {"chats", OPTION_INT, AT(chats), "64", 2, 1e4, "chats", 0, NULL, "prefix", "Requests with the common beginning."},
     {"text", OPTION_STRING, AT(text), "", 0, 0, "", 0, NULL, "speculation", "File whose passages are repeated."},
     {"texts", OPTION_INT, AT(texts), "10", 1, 1000, "passages", 0, NULL, "speculation", "Passages."},
@@ -111,6 +113,36 @@ static void take(struct stream *s, double *gaps, int64_t *n_gaps)
   }
 }
 
+static void start_streams(struct engine_run *run, struct stream streams[STREAMS], int32_t n_vocab, int32_t most_tokens)
+{
+  int32_t prompt[64];
+  for (int i = 0; i < STREAMS; i++) {
+    engine_bench_prompt(prompt, 64, n_vocab, 100 + (uint32_t)i);
+    streams[i] = (struct stream){.request = submit(run, prompt, 64, most_tokens)};
+  }
+}
+
+/* Until each has said so many tokens; gaps after its first few are kept. */
+static void listen(struct stream streams[STREAMS], int64_t n_tokens, double *gaps, int64_t *n_gaps)
+{
+  int64_t n_ignored = MOST_GAPS;
+  for (int i = 0; i < STREAMS;) {
+    for (int k = 0; k < STREAMS; k++) take(&streams[k], gaps, streams[k].n < WARM_TOKENS ? &n_ignored : n_gaps);
+    if (streams[i].n >= n_tokens) i++;
+    else engine_bench_nap();
+  }
+}
+
+static void stop_streams(struct stream streams[STREAMS])
+{
+  double gap;
+  for (int i = 0; i < STREAMS; i++) {
+    sits_request_cancel(streams[i].request, -1);
+    for (; !streams[i].is_done; engine_bench_nap()) take(&streams[i], &gap, &(int64_t){MOST_GAPS});
+    sits_request_release(streams[i].request);
+  }
+}
+
 /* One stall case: how long the prompt took (ms), how long the gaps of the others were meanwhile and before. */
 struct stall { double alone_ms, took_ms, quiet_p99_ms, quiet_p50_ms, p50_ms, p99_ms, worst_ms; int64_t n_gaps; };
 
@@ -134,17 +166,14 @@ static bool measure_stall(const struct engine_bench_options *o, double itl_targe
   for (struct stream s = {.request = alone}; alone && !s.is_done; engine_bench_nap()) take(&s, gaps, &n_ignored);
   out->alone_ms = (double)(clock_monotonic_us() - started_us) * 1e-3;
   sits_request_release(alone);
-  for (int i = 0; i < STREAMS; i++) {
-    engine_bench_prompt(prompt, 64, n_vocab, 100 + (uint32_t)i);
-    streams[i].request = submit(&run, prompt, 64, info.max_model_len - 64);
-  }
-  for (int i = 0; i < STREAMS;) {
-    for (int k = 0; k < STREAMS; k++) take(&streams[k], gaps, streams[k].n < WARM_TOKENS / 2 ? &n_ignored : &n_gaps);
-    if (streams[i].n >= 2 * WARM_TOKENS) i++;
-    else engine_bench_nap();
-  }
+  start_streams(&run, streams, n_vocab, info.max_model_len - 64);
+  listen(streams, WARM_TOKENS + o->quiet_tokens, gaps, &n_gaps);
+  stop_streams(streams);
   out->quiet_p50_ms = bench_percentile(gaps, n_gaps, 50);
   out->quiet_p99_ms = bench_percentile(gaps, n_gaps, 99);
+  start_streams(&run, streams, n_vocab, info.max_model_len - 64);
+  n_gaps = 0;
+  listen(streams, 2 * WARM_TOKENS, gaps, &n_gaps);
   n_gaps = 0;
   engine_bench_prompt(prompt, o->prompt, n_vocab, 8);
   started_us = clock_monotonic_us();
@@ -166,7 +195,7 @@ static bool measure_stall(const struct engine_bench_options *o, double itl_targe
   out->p50_ms = bench_percentile(gaps, n_gaps, 50);
   out->p99_ms = bench_percentile(gaps, n_gaps, 99);
   out->worst_ms = bench_percentile(gaps, n_gaps, 100);
-  for (int k = 0; k < STREAMS; k++) sits_request_release(streams[k].request);
+  stop_streams(streams);
   sits_request_release(longer.request);
   instance_close(run.instance);
   mem_free(prompt);
@@ -182,7 +211,13 @@ static json_t *stall_row(const char *name, double target_ms, const struct stall 
   json_object_set_new(row, "itl_p99_ms", json_real(s->p99_ms));
   json_object_set_new(row, "itl_worst_ms", json_real(s->worst_ms));
   json_object_set_new(row, "quiet_p99_ms", json_real(s->quiet_p99_ms));
-  json_object_set_new(row, "share_of_time_left", json_real(target_ms > 0 ? s->alone_ms / fmax(1, steps * target_ms - decode_ms) : 0));
+  json_object_set_new(row, "quiet_p50_ms", json_real(s->quiet_p50_ms));
+  json_object_set_new(row, "times_alone", json_real(s->took_ms / s->alone_ms));
+  /* What the target leaves of the time that the prompt took: beside steps as long as the undisturbed P99, so that 1.5 leaves a third. */
+  double left_ms = target_ms > s->quiet_p99_ms ? s->took_ms * (1 - s->quiet_p99_ms / target_ms) : 0;
+  json_object_set_new(row, "share_of_time_left", json_real(left_ms > 0 ? s->alone_ms / left_ms : 0));
+  /* The same, had every step been as long as the target and every decode as long as the undisturbed median. */
+  json_object_set_new(row, "share_beside_median", json_real(target_ms > 0 ? s->alone_ms / fmax(1, steps * target_ms - decode_ms) : 0));
   fprintf(stderr, "%-10s target %7.2f ms: read in %8.1f ms (%.1f alone), inter-token p50 %.2f p99 %.2f worst %.2f ms (quiet p99 %.2f)\n",
           name, target_ms, s->took_ms, s->alone_ms, s->p50_ms, s->p99_ms, s->worst_ms, s->quiet_p99_ms);
   return row;

@@ -8,7 +8,7 @@
 
 struct engine_bench_options {
   const char *model, *device, *scenario, *text, *kv_cache_dtype, *targets, *json;
-  int64_t threads, prompt, chats, draft, texts, output, seconds;
+  int64_t threads, prompt, chats, draft, texts, output, seconds, quiet_tokens;
   double itl_target_ms, quiet_ms;
 };
 
