@@ -230,6 +230,7 @@ struct k_embed {
   const float *gain;
   float *ssq;
   int32_t n_ssq;
+  int32_t first, n_rows;      /* the table's rows are these of the vocabulary, and other tokens' rows of h are zeros; n_rows 0: all */
 };
 int sits_k_embed(const struct k_embed *args, struct k_stream at);
 
@@ -375,8 +376,10 @@ struct k_ranks {
   uint64_t timeout_ns;
 };
 
-enum k_reduce_protocol { K_REDUCE_PUSH, K_REDUCE_BULK, K_REDUCE_NONE };
-/* h += sum over ranks of f16(sum of slabs), or of own_half; out = form(rms_norm(h) * gain) as sits_k_norm; out.data NULL: no norm. */
+enum k_reduce_protocol { K_REDUCE_PUSH, K_REDUCE_BULK, K_REDUCE_BULK_S8, K_REDUCE_NONE };
+/* h += sum over ranks of f16(sum of slabs), or of own_half; out = form(rms_norm(h) * gain) as sits_k_norm, neither rotated nor rounded;
+ * out.data NULL: no norm. With BULK_S8 the shares are rounded further: of each run of K_GROUP columns x, s = max |x| / 127 and the sum is
+ * of s * round(x / s). */
 struct k_reduce {
   struct k_ranks ranks;
   enum k_reduce_protocol protocol;
@@ -385,18 +388,29 @@ struct k_reduce {
   int64_t slab_stride;
   const void *own_half;        /* [T][E] f16 instead of slabs, or NULL; with NONE: the sum over ranks */
   float *h;                    /* [T][E] */
+  bool is_first;               /* h = the sum, whatever it held */
   const float *gain;           /* [E] */
   float eps;
   int32_t n_tokens, width;     /* T E */
   struct k_act out;
-  int32_t max_ctas;            /* that are resident together for certain */
+  int32_t max_ctas;            /* that are resident together for certain; BULK: k_reduce_bulk_per_sm on an SM, the same on all ranks */
+  int32_t split;               /* CTAs that share a row (a cluster; compute capability 9), a power of two up to 8; 0 = 1. BULK: the same on
+                                  all ranks */
   void *push[K_MAX_RANKS];     /* of each rank: [2][n_ranks][push_rows][E] as {2 f16, u32, 2 f16, u32} */
-  void *bulk[K_MAX_RANKS];     /* of each rank: [2][n_ranks][bulk_rows][E] f16 */
-  uint32_t *bulk_flag[K_MAX_RANKS]; /* of each rank: [2][n_ranks][bulk_rows], zero at first */
+  void *bulk[K_MAX_RANKS];     /* of each rank: [2][n_ranks][bulk_rows][E] f16; S8: a row is [E] s8, [blocks] f32 in the same place */
+  uint32_t *bulk_flag[K_MAX_RANKS]; /* of each rank: k_reduce_flag_bytes, zero at first */
   int32_t push_rows, bulk_rows;
 };
 K_FN size_t k_reduce_push_bytes(int32_t n_ranks, int32_t rows, int32_t width) { return (size_t)2 * n_ranks * rows * width * 4; }
 K_FN size_t k_reduce_bulk_bytes(int32_t n_ranks, int32_t rows, int32_t width) { return (size_t)2 * n_ranks * rows * width * 2; }
+/* Flags of one rank and set: a batch, of one row at least, has one for each CTA that shares it, eight at most. */
+K_FN int32_t k_reduce_flags(int32_t rows) { return rows * 8; }
+K_FN size_t k_reduce_flag_bytes(int32_t n_ranks, int32_t rows) { return (size_t)2 * n_ranks * k_reduce_flags(rows) * sizeof(uint32_t); }
+/* CTAs of the BULK protocols that should share a row, and how many fit an SM. */
+K_FN int32_t k_reduce_bulk_split(int32_t width) { return width <= 4096 ? 1 : width <= 8192 ? 2 : 4; }
+K_FN int32_t k_reduce_bulk_per_sm(int32_t width, int32_t split) { return width <= 4096 * (split > 1 ? split : 1) ? 3 : 1; }
+/* How many CTAs should share a row: as many as give each thread eight values, more while the device has room. */
+int32_t k_reduce_split(int32_t width, int32_t n_tokens, int32_t n_sm);
 int sits_k_reduce_init(void);
 int sits_k_reduce(const struct k_reduce *args, struct k_stream at);
 /* out [T][E] f16 = f16(sum of slabs), before a library's all-reduce. */

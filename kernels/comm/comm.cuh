@@ -8,6 +8,10 @@
 SITS_DEV void store_volatile(void *at, uint4 v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+SITS_DEV void store_volatile(void *at, uint2 v) {
+  asm volatile("st.volatile.global.v2.u32 [%0], {%1,%2};" ::"l"(at), "r"(v.x), "r"(v.y) : "memory");
+}
+SITS_DEV void store_volatile(void *at, float v) { asm volatile("st.volatile.global.f32 [%0], %1;" ::"l"(at), "f"(v) : "memory"); }
 SITS_DEV uint4 load_volatile(const void *at) {
   uint4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");

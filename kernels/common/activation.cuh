@@ -28,8 +28,11 @@ SITS_DEV uint32_t pack_e4m3(const float *v, float inv) {
 SITS_DEV int store_eight(const k_act &out, int row, int padded, int c, vec8 x, float inv) {
   if (out.form == K_ACT_FRAG_F16) {
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      ((__half *)out.data)[k_frag_index(out.tile, c + i, row)] = __float2half_rn(fminf(fmaxf(x.v[i], -65504.f), 65504.f));
+    for (int i = 0; i < 8; i++) x.v[i] = fminf(fmaxf(x.v[i], -65504.f), 65504.f);
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) /* four neighbouring columns lie together, in the order 0 2 1 3 (k_frag_index) */
+      *(uint2 *)((__half *)out.data + k_frag_index(out.tile, c + i, row)) =
+          make_uint2(pack_half2(x.v[i], x.v[i + 2]), pack_half2(x.v[i + 1], x.v[i + 3]));
   } else if (out.form == K_ACT_ROW_F16) {
     uint4 v;
 #pragma unroll
@@ -48,15 +51,26 @@ SITS_DEV int store_eight(const k_act &out, int row, int padded, int c, vec8 x, f
   return 0;
 }
 
-/* Sum of a and maximum of b over the CTA (at most 32 warps), one barrier. scratch: 64 floats. */
-SITS_DEV float2 reduce_sum_max(float a, float b, float *scratch) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = blockDim.x >> 5;
+/* Sum of a and maximum of b over n_warps whole warps, the first of a CTA, that meet by `sync`: one barrier. scratch: 64 floats. */
+template <class SYNC> SITS_DEV float2 reduce_sum_max_of(float a, float b, float *scratch, int n_warps, SYNC sync) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   a = warp_sum(a), b = warp_max(b);
   if (lane == 0) scratch[warp] = a, scratch[32 + warp] = b;
-  __syncthreads();
-  a = lane < n ? scratch[lane] : 0.f, b = lane < n ? scratch[32 + lane] : 0.f;
+  sync();
+  a = lane < n_warps ? scratch[lane] : 0.f, b = lane < n_warps ? scratch[32 + lane] : 0.f;
   return make_float2(warp_sum(a), warp_max(b));
 }
+/* Over the CTA (at most 32 warps). */
+SITS_DEV float2 reduce_sum_max(float a, float b, float *scratch) {
+  return reduce_sum_max_of(a, b, scratch, blockDim.x >> 5, [] { __syncthreads(); });
+}
+
+/* Which threads hold a row, and how they meet: those of a CTA. comm/all_reduce.cu has others. */
+struct cta_row {
+  SITS_DEV int place() const { return threadIdx.x; }
+  SITS_DEV int count() const { return blockDim.x; }
+  SITS_DEV float2 sum_max(float a, float b, float *scratch) { return reduce_sum_max(a, b, scratch); }
+};
 
 /* Bytes of dynamic shared memory that rotate_row needs: a row piece, where a run spans several warps. */
 static inline size_t rotation_bytes(const k_act &out) { return out.rotation > 256 ? K_MOST_ROTATION * sizeof(float) : 0; }
@@ -161,9 +175,33 @@ SITS_DEV float group_scale(const k_act &out, int row, int padded, int c, const v
   return top > 0.f ? 127.f / top : 0.f;
 }
 
-/* A row held by the CTA's threads: thread t has the eight values of columns 8 (t + k * blockDim), k < N, zeros from width on. top: largest
- * magnitude of the row times `factor` (not used for K_ACT_GROUP_S8). GRID: the row may be rotated and rounded. Fragments have no padding
- * columns to clear. scratch: 64 floats that nobody else uses. */
+/* A row held by the threads of `at`: the one at place t has the eight values of columns 8 (t + k * count), k < N, zeros from width on. top:
+ * largest magnitude of the row times `factor` (not used for K_ACT_GROUP_S8). Fragments have no padding columns to clear. scratch: 64
+ * floats that nobody else uses. Neither rotates nor rounds. */
+template <int N, class ROW>
+SITS_DEV void store_plain_row(const k_act &out, int row, int width, const vec8 (&x)[N], float factor, float top, float *scratch, ROW &at) {
+  const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
+  const bool is_grouped = out.form == K_ACT_GROUP_S8;
+  const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f;
+  float inv = top > 0.f ? levels / top : 0.f;
+  int sum = 0;
+  if (out.scale && !is_grouped && at.place() == 0) out.scale[row] = top / levels;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int c = (at.place() + k * at.count()) * 8;
+    vec8 v = x[k];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v.v[i] *= factor;
+    if (is_grouped) inv = group_scale(out, row, padded, c, v);
+    if (c >= padded || (c >= width && out.form == K_ACT_FRAG_F16)) continue;
+    sum += store_eight(out, row, padded, c, v, inv);
+  }
+  if (out.form != K_ACT_TILE_S8) return;
+  const float all = at.sum_max((float)sum, 0.f, scratch).x; /* exact: below 2^24 */
+  if (at.place() == 0) out.sum[row] = (int)all;
+}
+
+/* The same of a row held by the CTA. GRID: the row may be rotated and rounded. */
 template <int N, bool GRID = true>
 SITS_DEV void store_row(const k_act &out, int row, int width, vec8 (&x)[N], float factor, float top, float *scratch) {
   if (GRID && (out.round != K_ROUND_NONE || out.rotation > 0)) {
@@ -175,25 +213,8 @@ SITS_DEV void store_row(const k_act &out, int row, int width, vec8 (&x)[N], floa
     if (out.rotation > 0) rotate_row<N>(out.rotation, x);
     if (out.round != K_ROUND_NONE) round_row<N>(out, width, x, scratch);
   }
-  const int padded = (width + K_GROUP - 1) / K_GROUP * K_GROUP;
-  const bool is_grouped = out.form == K_ACT_GROUP_S8;
-  const float levels = out.form == K_ACT_TILE_S8 ? 127.f : 448.f;
-  float inv = top > 0.f ? levels / top : 0.f;
-  int sum = 0;
-  if (out.scale && !is_grouped && threadIdx.x == 0) out.scale[row] = top / levels;
-#pragma unroll
-  for (int k = 0; k < N; k++) {
-    const int c = (threadIdx.x + k * blockDim.x) * 8;
-    vec8 v = x[k];
-#pragma unroll
-    for (int i = 0; i < 8; i++) v.v[i] *= factor;
-    if (is_grouped) inv = group_scale(out, row, padded, c, v);
-    if (c >= padded || (c >= width && out.form == K_ACT_FRAG_F16)) continue;
-    sum += store_eight(out, row, padded, c, v, inv);
-  }
-  if (out.form != K_ACT_TILE_S8) return;
-  const float all = reduce_sum_max((float)sum, 0.f, scratch).x; /* exact: below 2^24 */
-  if (threadIdx.x == 0) out.sum[row] = (int)all;
+  cta_row at;
+  store_plain_row<N>(out, row, width, x, factor, top, scratch, at);
 }
 
 #endif

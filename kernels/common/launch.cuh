@@ -4,20 +4,32 @@
 
 #include <cuda_runtime.h>
 
-/* Launch `kernel`; with pdl the grid may start before its predecessor in the stream ends (the kernel calls grid_wait itself). */
-template <class... P, class... A> static cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem_bytes,
-                                                                   cudaStream_t stream, bool pdl, A... args) {
+/* Launch `kernel` in clusters of `cluster` CTAs; with pdl the grid may start before its predecessor in the stream ends (the kernel calls
+ * grid_wait itself). */
+template <class... P, class... A> static cudaError_t launch_clusters(void (*kernel)(P...), int cluster, dim3 grid, dim3 block,
+                                                                     size_t smem_bytes, cudaStream_t stream, bool pdl, A... args) {
   cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attribute[1];
+  cudaLaunchAttribute attribute[2];
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
-  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attribute;
-  config.numAttrs = pdl ? 1 : 0;
+  if (pdl) {
+    attribute[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attribute[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attribute[config.numAttrs].val.clusterDim.x = (unsigned)cluster;
+    attribute[config.numAttrs].val.clusterDim.y = 1;
+    attribute[config.numAttrs++].val.clusterDim.z = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, (P)args...);
+}
+template <class... P, class... A> static cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem_bytes,
+                                                                   cudaStream_t stream, bool pdl, A... args) {
+  return launch_clusters(kernel, 1, grid, block, smem_bytes, stream, pdl, args...);
 }
 
 /* Every kernel asks for the same shared-memory carve-out: kernels with different carve-outs cannot share an SM, and a programmatic

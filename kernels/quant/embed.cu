@@ -1,7 +1,8 @@
 /* h[t] = row tokens[t] of the embedding, f32; in decode also the first GEMM's input f16(h * gain) and the row's sum of squares.
  *
  * Arguments: struct k_embed (kernels.h). A token may be one that the step before drew on the device. The table is f16
- *   row-major or packed 4-bit (a tied head's own copy serves both uses).
+ *   row-major or packed 4-bit (a tied head's own copy serves both uses). It may hold a rank's part of the vocabulary only: the rows of
+ *   other ranks' tokens are zeros, for a sum over ranks to fill.
  * Work split: one CTA of 256 threads per token. Ids outside [0, V) read row 0 (the engine checks ids; this only keeps the device safe).
  * Numerics: exact for f16, scale * (q - 8) or scale * q + minimum in f32 for 4 bits.
  * Cost: one row; latency-bound.
@@ -32,9 +33,12 @@ __global__ void __launch_bounds__(256) embed_kernel(const __grid_constant__ k_em
   int id = p.tokens[t];
   if (id < 0 && p.drawn) id = __ldcg(p.drawn - 1 - id);
   if (id < 0 || id >= p.n_vocab) id = 0;
+  const int row = id - p.first;
+  const bool is_here = p.n_rows == 0 || (row >= 0 && row < p.n_rows);
   float sum = 0.f;
   for (int c = threadIdx.x; c < p.width; c += blockDim.x) {
-    float v = p.is_packed ? packed_value(p, id, c) : __half2float(((const __half *)p.table)[(size_t)id * p.ld + c]);
+    float v = 0.f;
+    if (is_here) v = p.is_packed ? packed_value(p, row, c) : __half2float(((const __half *)p.table)[(size_t)row * p.ld + c]);
     p.h[(size_t)t * p.width + c] = v;
     sum += v * v;
     if (p.frag_m) ((__half *)p.next)[k_frag_index(p.frag_m, c, t)] = __float2half_rn(v * p.gain[c]);

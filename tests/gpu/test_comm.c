@@ -1,6 +1,7 @@
 /* The collectives' kernels: several ranks on one device, a stream each, and on two devices where there are two. Every rank must hold the
  * same bits, and the right sum; waiting must end when a rank does not come, or when the host says so; a long run must never mismatch.
- * Arguments: `long N` for N calls between two ranks only; `alone` for one rank only (for checkers that run kernels one by one). */
+ * Arguments: `long N` for N calls between two ranks only; `alone` for one rank only (for checkers that run kernels one by one), `pair` for
+ * a few calls between two; `time` for microseconds of a call between two devices by protocol, size and CTAs a row. */
 #include <cuda_runtime_api.h>
 #include <math.h>
 #include <stdio.h>
@@ -33,7 +34,7 @@ static void open_set(struct set *s, int32_t n_ranks, int32_t n_devices, int32_t 
     on(s, r);
     push[r] = gpu_zeros(k_reduce_push_bytes(n_ranks, PUSH_ROWS, width));
     bulk[r] = gpu_alloc(k_reduce_bulk_bytes(n_ranks, rows, width));
-    flag[r] = gpu_zeros((size_t)2 * n_ranks * rows * 4);
+    flag[r] = gpu_zeros(k_reduce_flag_bytes(n_ranks, rows));
   }
   for (int32_t r = 0; r < n_ranks; r++) {
     struct k_reduce *a = &s->reduce[r];
@@ -67,8 +68,26 @@ static void read_from(const struct set *s, int32_t r, void *host, const void *de
   gpu_check_call(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
 }
 
+static const char *name_of(enum k_reduce_protocol protocol)
+{
+  return protocol == K_REDUCE_PUSH ? "push" : protocol == K_REDUCE_BULK ? "bulk" : "bulk s8";
+}
+
+/* A share as it is summed: f16, and for S8 rounded in runs of 128 columns. */
+static void round_share(enum k_reduce_protocol protocol, const float *share, int32_t width, float *out)
+{
+  for (int32_t c = 0; c < width; c++) out[c] = round_half(fminf(share[c], 65504.f));
+  for (int32_t c0 = 0; protocol == K_REDUCE_BULK_S8 && c0 < width; c0 += 128) {
+    const int32_t end = c0 + 128 < width ? c0 + 128 : width;
+    float top = 0;
+    for (int32_t c = c0; c < end; c++) top = fmaxf(top, fabsf(out[c]));
+    for (int32_t c = c0; c < end; c++) out[c] = top > 0 ? rintf(out[c] * (127.f / top)) * (top / 127.f) : 0;
+  }
+}
+
 /* Three calls in a row, so that both sets of slots are used and one twice. */
-static void run_reduce(int32_t n_ranks, int32_t n_devices, int32_t rows, int32_t width, int32_t n_slabs, enum k_reduce_protocol protocol)
+static void run_reduce(int32_t n_ranks, int32_t n_devices, int32_t rows, int32_t width, int32_t n_slabs, enum k_reduce_protocol protocol,
+                       int32_t split)
 {
   const bool is_half = n_slabs == 0;
   if (is_half) n_slabs = 1;
@@ -88,7 +107,7 @@ static void run_reduce(int32_t n_ranks, int32_t n_devices, int32_t rows, int32_t
     slabs[r][7] = 1e6f; /* saturates */
     struct k_reduce *a = &s.reduce[r];
     on(&s, r);
-    a->protocol = protocol, a->n_tokens = rows, a->n_slabs = n_slabs, a->slab_stride = (int64_t)n;
+    a->protocol = protocol, a->n_tokens = rows, a->n_slabs = n_slabs, a->slab_stride = (int64_t)n, a->split = split;
     if (is_half) { /* the first slab, as f16; not saturated */
       for (size_t i = 0; i < n; i++) half[i] = half_bits(slabs[r][i]);
       half[7] = 0x7C00;
@@ -104,15 +123,20 @@ static void run_reduce(int32_t n_ranks, int32_t n_devices, int32_t rows, int32_t
       on(&s, r);
       gpu_check_call(sits_k_reduce(&s.reduce[r], at(&s, r, false)), "sits_k_reduce");
     }
+  float *share = host_alloc(width * 4), *total = host_alloc(width * 4);
   for (int32_t call = 0; call < 3; call++)
-    for (size_t i = 0; i < n; i++) {
-      float sum = 0;
+    for (int32_t t = 0; t < rows; t++) {
+      memset(total, 0, width * 4);
       for (int32_t r = 0; r < n_ranks; r++) {
-        float share = 0;
-        for (int32_t k = 0; k < n_slabs; k++) share += slabs[r][k * n + i];
-        sum += round_half(fminf(share, 65504.f));
+        for (int32_t c = 0; c < width; c++) {
+          float all = 0;
+          for (int32_t k = 0; k < n_slabs; k++) all += slabs[r][k * n + (size_t)t * width + c];
+          share[c] = all;
+        }
+        round_share(protocol, share, width, share);
+        for (int32_t c = 0; c < width; c++) total[c] += share[c];
       }
-      h[i] = sum + h[i];
+      for (int32_t c = 0; c < width; c++) h[(size_t)t * width + c] += total[c];
     }
   for (int32_t t = 0; t < rows; t++) {
     double sum = 0;
@@ -130,8 +154,8 @@ static void run_reduce(int32_t n_ranks, int32_t n_devices, int32_t rows, int32_t
     residual = fmax(residual, relative_error(back[r], h, n)), error = fmax(error, relative_error(got, want, (size_t)rows * padded));
     lost = lost || s.words[r][1] != 0;
   }
-  verdict(same && !lost && residual < 1e-6 && error < 1e-3, "%s, %d ranks on %d: %dx%d, %d slabs: %.2e, residual %.2e%s%s",
-          protocol == K_REDUCE_PUSH ? "push" : "bulk", n_ranks, n_devices, rows, width, n_slabs, error, residual,
+  verdict(same && !lost && residual < 1e-6 && error < 1e-3, "%s by %d, %d ranks on %d: %dx%d, %d slabs: %.2e, residual %.2e%s%s",
+          name_of(protocol), split, n_ranks, n_devices, rows, width, n_slabs, error, residual,
           same ? "" : ", ranks differ", lost ? ", lost" : "");
   close_set(&s);
 }
@@ -211,12 +235,12 @@ static void run_lost(enum k_reduce_protocol protocol, bool is_told)
   if (is_told) *(volatile int32_t *)s.words[0] = 1;
   gpu_check_call(cudaStreamSynchronize(s.stream[0]), "kernel");
   gpu_check_call(cudaEventElapsedTime(&ms, from, to), "event");
-  verdict(s.words[0][1] == 1 && ms < 1000, "%s: a rank alone gives up %s after %.0f ms", protocol == K_REDUCE_PUSH ? "push" : "bulk",
+  verdict(s.words[0][1] == 1 && ms < 1000, "%s: a rank alone gives up %s after %.0f ms", name_of(protocol),
           is_told ? "when told" : "in time", ms);
   close_set(&s);
 }
 
-/* h counts the calls exactly: every rank adds one a call. */
+/* h counts the calls exactly: every rank adds the same a call, a number that 8 bits with a scale hold exactly too. */
 static void run_long(int32_t n_devices, int64_t n_calls, enum k_reduce_protocol protocol, int32_t rows)
 {
   enum { WIDTH = 2048, CALLS = 500 };
@@ -225,7 +249,8 @@ static void run_long(int32_t n_devices, int64_t n_calls, enum k_reduce_protocol 
   const size_t n = (size_t)rows * WIDTH;
   float *ones = host_alloc(n * 4), *h = host_alloc(n * 4);
   open_set(&s, 2, n_devices, rows, WIDTH, 2000000000u);
-  for (size_t i = 0; i < n; i++) ones[i] = 0.5f;
+  const float one = protocol == K_REDUCE_BULK_S8 ? 127.f : 0.5f;
+  for (size_t i = 0; i < n; i++) ones[i] = one;
   for (int32_t r = 0; r < 2; r++) {
     struct k_reduce *a = &s.reduce[r];
     cudaGraph_t graph;
@@ -251,13 +276,79 @@ static void run_long(int32_t n_devices, int64_t n_calls, enum k_reduce_protocol 
   int64_t bad = 0;
   for (int32_t r = 0; r < 2; r++) {
     read_from(&s, r, h, s.reduce[r].h, n * 4);
-    for (size_t i = 0; i < n; i++) bad += h[i] != (float)(n_calls / CALLS * CALLS);
+    for (size_t i = 0; i < n; i++) bad += h[i] != (float)(n_calls / CALLS * CALLS) * 2 * one;
     bad += s.words[r][1];
     cudaGraphExecDestroy(exec[r]);
   }
-  verdict(bad == 0, "%s on %d: %lld calls of %d rows, %lld wrong", protocol == K_REDUCE_PUSH ? "push" : "bulk", n_devices,
+  verdict(bad == 0, "%s on %d: %lld calls of %d rows, %lld wrong", name_of(protocol), n_devices,
           (long long)(n_calls / CALLS * CALLS), rows, (long long)bad);
   close_set(&s);
+}
+
+/* Microseconds of a call, both ranks in a graph of CALLS: the least of several runs. */
+static float time_reduce(enum k_reduce_protocol protocol, int32_t n_devices, int32_t rows, int32_t width, int32_t split, bool is_half)
+{
+  enum { CALLS = 20, RUNS = 6 };
+  struct set s;
+  cudaGraphExec_t exec[2];
+  cudaEvent_t from, to;
+  float ms = 0, least = 1e9f;
+  const size_t n = (size_t)rows * width;
+  open_set(&s, 2, n_devices, rows, width, 2000000000u);
+  for (int32_t r = 0; r < 2; r++) {
+    struct k_reduce *a = &s.reduce[r];
+    cudaGraph_t graph;
+    on(&s, r);
+    a->protocol = protocol, a->n_tokens = rows, a->n_slabs = 1, a->slab_stride = (int64_t)n, a->split = split;
+    if (is_half) a->own_half = gpu_zeros(n * 2);
+    else a->slabs = gpu_zeros(n * 4);
+    a->h = gpu_zeros(n * 4), a->gain = gpu_zeros(width * 4);
+    a->out = (struct k_act){K_ACT_ROW_F16, gpu_alloc(n * 2), NULL, 0, NULL};
+    if (protocol != K_REDUCE_PUSH) a->split = k_reduce_bulk_split(width);
+    if (n_devices > 1 && protocol != K_REDUCE_PUSH) a->max_ctas *= k_reduce_bulk_per_sm(width, a->split);
+    gpu_check_call(cudaDeviceSynchronize(), "set up");
+    gpu_check_call(cudaStreamBeginCapture(s.stream[r], cudaStreamCaptureModeThreadLocal), "capture");
+    for (int32_t i = 0; i < CALLS; i++) gpu_check_call(sits_k_reduce(a, at(&s, r, n_devices > 1)), "sits_k_reduce");
+    gpu_check_call(cudaStreamEndCapture(s.stream[r], &graph), "capture");
+    gpu_check_call(cudaGraphInstantiate(&exec[r], graph, 0), "graph");
+    cudaGraphDestroy(graph);
+  }
+  on(&s, 0);
+  gpu_check_call(cudaEventCreate(&from), "event");
+  gpu_check_call(cudaEventCreate(&to), "event");
+  for (int32_t i = 0; i < RUNS; i++) {
+    on(&s, 1);
+    gpu_check_call(cudaGraphLaunch(exec[1], s.stream[1]), "launch");
+    on(&s, 0);
+    gpu_check_call(cudaEventRecord(from, s.stream[0]), "event");
+    gpu_check_call(cudaGraphLaunch(exec[0], s.stream[0]), "launch");
+    gpu_check_call(cudaEventRecord(to, s.stream[0]), "event");
+    for (int32_t r = 0; r < 2; r++) on(&s, r), gpu_check_call(cudaStreamSynchronize(s.stream[r]), "kernel");
+    gpu_check_call(cudaEventElapsedTime(&ms, from, to), "event");
+    if (i > 0 && ms < least) least = ms;
+  }
+  for (int32_t r = 0; r < 2; r++) cudaGraphExecDestroy(exec[r]);
+  if (s.words[0][1]) least = 0;
+  close_set(&s);
+  return least * 1000 / CALLS;
+}
+
+static void print_times(int32_t n_devices)
+{
+  static const int32_t widths[] = {2048, 4096, 8192}, many[] = {512, 2048, 8192};
+  for (int32_t w = 0; w < 3; w++)
+    for (int32_t rows = 1; rows <= PUSH_ROWS; rows *= 2) {
+      printf("E=%d T=%d push", widths[w], rows);
+      for (int32_t split = 1; split <= 8; split *= 2)
+        if (rows * split <= n_sm / (n_devices > 1 ? 1 : 2))
+          printf(" by %d: %.2f", split, (double)time_reduce(K_REDUCE_PUSH, n_devices, rows, widths[w], split, false));
+      printf(" bulk: %.2f\n", (double)time_reduce(K_REDUCE_BULK, n_devices, rows, widths[w], 1, false));
+    }
+  for (int32_t w = 1; w < 3; w++)
+    for (int32_t i = 0; i < 3; i++)
+      printf("E=%d T=%d bulk: %.2f s8: %.2f\n", widths[w], many[i],
+             (double)time_reduce(K_REDUCE_BULK, n_devices, many[i], widths[w], 1, true),
+             (double)time_reduce(K_REDUCE_BULK_S8, n_devices, many[i], widths[w], 1, true));
 }
 
 int main(int argc, char **argv)
@@ -278,33 +369,53 @@ int main(int argc, char **argv)
     run_long(can ? 2 : 1, strtoll(argv[2], NULL, 10), K_REDUCE_PUSH, 1);
     return gpu_finish();
   }
+  if (argc > 1 && strcmp(argv[1], "time") == 0) {
+    print_times(can ? 2 : 1);
+    return gpu_finish();
+  }
   static const int32_t shapes[][2] = {{1, 8}, {1, 64}, {2, 576}, {1, 4096}, {7, 2048}, {16, 8192}, {33, 4096}, {64, 1024}, {3, 16384}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-    run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_PUSH);
-    run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_BULK);
+    for (int32_t split = 1; split <= 8; split *= 2) run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_PUSH, split);
+    run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_BULK, k_reduce_bulk_split(shapes[i][1]));
+    run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_BULK_S8, k_reduce_bulk_split(shapes[i][1]));
   }
   run_share(5, 576);
+  if (argc > 1 && strcmp(argv[1], "pair") == 0) {
+    for (int32_t split = 1; split <= 2; split++) run_reduce(2, can ? 2 : 1, 2, 1024, 2, K_REDUCE_PUSH, split);
+    run_reduce(2, can ? 2 : 1, 9, 1024, 2, K_REDUCE_BULK, 1);
+    run_reduce(2, can ? 2 : 1, 9, 1024, 0, K_REDUCE_BULK_S8, 1);
+    run_gather(2, can ? 2 : 1, 3, 256);
+    return gpu_finish();
+  }
   if (argc > 1 && strcmp(argv[1], "alone") == 0) return gpu_finish();
   for (int32_t d = 1; d <= (can ? 2 : 1); d++)
     for (int32_t ranks = 2; ranks <= (d == 1 ? 4 : 2); ranks++)
       for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         if (ranks > 2 && i % 3 != 0) continue;
-        run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_PUSH);
-        run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_BULK);
+        run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_PUSH, 1 << i % 4);
+        const int32_t split = i % 2 ? 1 : k_reduce_bulk_split(shapes[i][1]);
+        run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_BULK, split);
+        run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_BULK_S8, split);
       }
   for (int32_t d = 1; d <= (can ? 2 : 1); d++) {
-    run_reduce(2, d, 700, 2048, 1, K_REDUCE_BULK);
-    run_reduce(2, d, 3000, 576, 2, K_REDUCE_BULK);
-    run_reduce(2, d, 900, 4096, 0, K_REDUCE_BULK);
-    run_reduce(2, d, 3, 8192, 0, K_REDUCE_PUSH);
-    run_reduce(2, d, 64, 8192, 0, K_REDUCE_PUSH);
+    run_reduce(2, d, 700, 2048, 1, K_REDUCE_BULK, 1);
+    run_reduce(2, d, 3000, 576, 2, K_REDUCE_BULK, 1);
+    run_reduce(2, d, 900, 4096, 0, K_REDUCE_BULK, 1);
+    run_reduce(2, d, 900, 4096, 0, K_REDUCE_BULK_S8, 1);
+    run_reduce(2, d, 301, 8192, 0, K_REDUCE_BULK, 2);
+    run_reduce(2, d, 301, 8192, 0, K_REDUCE_BULK_S8, 2);
+    run_reduce(2, d, 700, 576, 1, K_REDUCE_BULK_S8, 1);
+    run_reduce(2, d, 3, 8192, 0, K_REDUCE_PUSH, 2);
+    run_reduce(2, d, 64, 8192, 0, K_REDUCE_PUSH, 1);
+    run_reduce(2, d, 64, 8192, 0, K_REDUCE_PUSH, 2);
     run_gather(2, d, 1, 64128);
     run_gather(2, d, 33, 256);
     run_gather(3, d, 5, 17);
     run_long(d, n_calls, K_REDUCE_PUSH, 1);
     run_long(d, n_calls / 4, K_REDUCE_PUSH, 16);
     run_long(d, n_calls / 4, K_REDUCE_BULK, 300);
+    run_long(d, n_calls / 4, K_REDUCE_BULK_S8, 300);
   }
-  for (int i = 0; i < 2; i++) run_lost(K_REDUCE_PUSH, i), run_lost(K_REDUCE_BULK, i);
+  for (int i = 0; i < 2; i++) run_lost(K_REDUCE_PUSH, i), run_lost(K_REDUCE_BULK, i), run_lost(K_REDUCE_BULK_S8, i);
   return gpu_finish();
 }
