@@ -81,7 +81,9 @@ struct sits_utd {
   enum sits_place place;
   int32_t device;                /* index for SITS_PLACE_DEVICE */
   const void *data;              /* borrowed */
-  size_t n_bytes;                /* of data */
+  size_t n_bytes;                /* of data; with row_stride the sum of its rows */
+  int64_t row_stride;            /* some columns of a wider row-major matrix: bytes from row to row; 0: rows follow each other */
+  int64_t scale_stride;          /* likewise, of `scales` and `minimums` */
 };
 
 struct sits_dtype_info { const char *name; int32_t block_elements; int32_t block_bytes; };
@@ -94,6 +96,11 @@ int64_t sits_utd_elements(const struct sits_utd *utd);
 
 /* Bytes that a row-major tensor of this type and shape takes; -1 on overflow or when a row is no whole number of blocks. */
 int64_t sits_utd_row_major_bytes(const struct sits_utd *utd);
+
+/* Row `row` of a row-major matrix with whole blocks in its rows; and of its scales or minimums, groups along the row. */
+const void *sits_utd_row(const struct sits_utd *utd, int64_t row);
+const void *sits_utd_row_scales(const struct sits_utd *utd, int64_t row);
+const void *sits_utd_row_minimums(const struct sits_utd *utd, int64_t row); /* NULL: it has none */
 
 #ifdef __cplusplus
 }

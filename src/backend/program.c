@@ -94,7 +94,7 @@ static bool op_shape(const struct program *p, const struct program_op *op, int64
   switch (op->kind) {
   case PROGRAM_EMBED:
     shape->out[0] = p->dims.n_embd;
-    return op->n_parts == 1 && is_part(&op->parts[0], p->dims.n_vocab, p->dims.n_embd);
+    return op->n_parts == 1 && is_part(&op->parts[0], p->dims.n_vocab / program_n_ranks(p), p->dims.n_embd);
   case PROGRAM_RMSNORM:
     shape->in[0] = shape->out[0] = (int32_t)x;
     return is_vector(op->gain, x);

@@ -10,7 +10,8 @@
  * packed copy (tied heads).
  *
  *   kind          in            out       formula, row by row                              [fused bit: change]
- *   EMBED         -             x         x = weight row of the batch's token
+ *   EMBED         -             x         x = weight row of the batch's token; a rank's weight has the rows of its part of the vocabulary,
+ *                                         in rank order, and other tokens' x are zeros (an ALL_REDUCE follows)
  *   RMSNORM       x             y         y = x / sqrt(mean(x^2) + rms_eps) * gain
  *   LINEAR        x             y_i       y_i = W_i x + b_i for each part i                [NORM: x is first normalised with gain]
  *                                         [ADD: in r; out y = r + W_0 x + b_0, in place on r allowed]
@@ -124,7 +125,7 @@ struct program {
   int32_t logits;                    /* buffer [R][V] that holds the result */
   struct program_choice choices[PROGRAM_FUSIONS]; /* by bit number; for plans */
   int32_t weighed_tokens;            /* of the step that saved_ns is of; 0: nothing was weighed */
-  struct arena *arena;               /* owned: the rank's descriptors and copied columns; NULL for a whole program */
+  struct arena *arena;               /* owned: the rank's descriptors; NULL for a whole program */
   struct program *next_rank;         /* owned */
 };
 

@@ -96,7 +96,8 @@ static graph_value result(const struct graph_node *node) { return node == NULL ?
 
 graph_value graph_embed(struct graph *graph, const struct sits_utd *table)
 {
-  if (table == NULL || table->n_dims != 2 || table->dims[0] != graph->dims.n_vocab || table->dims[1] != graph->dims.n_embd)
+  const int64_t n_ranks = graph->dims.n_ranks > 1 ? graph->dims.n_ranks : 1;
+  if (table == NULL || table->n_dims != 2 || table->dims[0] * n_ranks != graph->dims.n_vocab || table->dims[1] != graph->dims.n_embd)
     return fail(graph, SITS_INVALID_ARGUMENT, "bad embedding table", table != NULL ? table->name : "");
   struct graph_node *node = append(graph, PROGRAM_EMBED, "x", -1, -1, graph->dims.n_embd);
   if (node == NULL) return -1;

@@ -7,11 +7,13 @@
  *   LINEAR                      rows of W are split; makes split       columns of W are split, then ALL_REDUCE; makes whole
  *   KV_APPEND, ATTENTION,       -                                      stays split: heads are independent
  *   HEAD_NORM, ROPE, SWIGLU     stays whole                            stays split
+ *   EMBED                       rows of the table are split, then ALL_REDUCE (others' rows are zeros); makes whole
  *   RMSNORM, ADD, SELECT_ROWS   stays whole                            refused, for a norm sees all columns
  *   the graph's output          as it is                               ALL_GATHER
  *
- * So a llama layer gets two collectives, after o and after down, and the head one. Split rows are views of the whole weight (its rows lie
- * one after the other); split columns are copied. The bias of a LINEAR that is summed over ranks is added by rank 0.
+ * So a llama layer gets two collectives, after o and after down, the embedding and the head one. Where the head is tied, its rows are the
+ * embedding's: one share serves both. Both are views of the whole weight: nothing is copied, and a rank
+ * touches no more of the file than its part. The bias of a LINEAR that is summed over ranks is added by rank 0.
  * KV heads: G / n_ranks each; where there are fewer heads than ranks, n_ranks / G ranks keep the same one.
  * Rounding of inputs (struct act_format) is by groups of channels, so that a rank rounds its columns as the whole would; the scale of the
  * 8-bit outliers of ACT_INT4 is over the rank's channels only.
@@ -31,6 +33,7 @@ struct shard {
   graph_value *value;                /* [n_values] of the whole: the same value in the share */
   bool *is_split;                    /* [n_values] of the whole */
   bool *is_kv;                       /* [n_values] of the whole: on the way into a KV_APPEND */
+  const struct sits_utd *table, *table_share; /* the embedding's, whole and this rank's rows; NULL before it */
 };
 
 #define PARAM "tensor-parallel-size"
@@ -66,7 +69,8 @@ static enum sits_status new_utd(struct shard *s, const struct sits_utd *from, st
 
 static enum sits_status check_layout(struct shard *s, const struct sits_utd *u)
 {
-  if (u->layout != SITS_LAYOUT_ROW_MAJOR || (u->quant == SITS_QUANT_GROUP && (u->group_axis != u->n_dims - 1 || u->group_size <= 0)))
+  if (u->layout != SITS_LAYOUT_ROW_MAJOR || u->row_stride != 0 ||
+      (u->quant == SITS_QUANT_GROUP && (u->group_axis != u->n_dims - 1 || u->group_size <= 0)))
     return sits_fail_param(s->err, SITS_UNSUPPORTED, PARAM, "%s: its layout cannot be cut over ranks", u->name);
   return SITS_OK;
 }
@@ -95,15 +99,7 @@ static enum sits_status rows_of(struct shard *s, const struct sits_utd *from, in
   return SITS_OK;
 }
 
-/* [rows][width] bytes -> the columns from `at` on, n bytes each. */
-static const void *copy_columns(struct arena *arena, const void *from, int64_t rows, int64_t width, int64_t at, int64_t n)
-{
-  uint8_t *to = arena_alloc(arena, (size_t)(rows * n));
-  for (int64_t r = 0; r < rows && to != NULL; r++) memcpy(to + r * n, (const uint8_t *)from + r * width + at, (size_t)n);
-  return to;
-}
-
-/* This rank's columns of a weight: copied, for rows must stay contiguous. */
+/* This rank's columns of a weight: a view. */
 static enum sits_status columns_of(struct shard *s, const struct sits_utd *from, const struct sits_utd **out)
 {
   const int64_t n = from->dims[1] / s->n_ranks, k0 = n * s->rank, rows = from->dims[0];
@@ -119,17 +115,14 @@ static enum sits_status columns_of(struct shard *s, const struct sits_utd *from,
   u->dims[1] = n;
   if (from->data != NULL) {
     const int64_t per = type->block_elements, bytes = type->block_bytes;
-    u->data = copy_columns(s->arena, from->data, rows, from->dims[1] / per * bytes, k0 / per * bytes, n / per * bytes);
+    u->data = offset(from->data, k0 / per * bytes);
     u->n_bytes = (size_t)(rows * (n / per * bytes));
-    u->place = SITS_PLACE_HOST;
-    if (u->data == NULL) return sits_fail(s->err, SITS_NOMEM, "%s: no memory for a rank's columns", from->name);
+    u->row_stride = from->dims[1] / per * bytes;
   }
   if (from->quant == SITS_QUANT_GROUP) {
-    const int64_t size = scale_bytes(from), width = groups_of(from) * size, at = k0 / unit * size, part = n / unit * size;
-    if (from->scales != NULL) u->scales = copy_columns(s->arena, from->scales, rows, width, at, part);
-    if (from->minimums != NULL) u->minimums = copy_columns(s->arena, from->minimums, rows, width, at, part);
-    if ((from->scales != NULL && u->scales == NULL) || (from->minimums != NULL && u->minimums == NULL))
-      return sits_fail(s->err, SITS_NOMEM, "%s: no memory for a rank's scales", from->name);
+    u->scales = offset(from->scales, k0 / unit * scale_bytes(from));
+    u->minimums = offset(from->minimums, k0 / unit * scale_bytes(from));
+    u->scale_stride = groups_of(from) * scale_bytes(from);
   }
   *out = u;
   return SITS_OK;
@@ -141,14 +134,18 @@ static enum sits_status act_of(struct shard *s, const struct act_format *from, i
 {
   const int64_t n = width / s->n_ranks, k0 = n * s->rank;
   *out = from;
-  if (from == NULL || from->kind == ACT_BACKEND || from->kind == ACT_FLOAT) return SITS_OK;
+  if (from == NULL) return SITS_OK;
+  if (from->rotation > 0 && n % from->rotation != 0)
+    return sits_fail_param(s->err, SITS_CONFIG, PARAM, "tensor-parallel-size %d: %s: its %lld inputs cut a rotated run of %d",
+                           (int)s->n_ranks, name, (long long)width, (int)from->rotation);
+  if (from->kind == ACT_BACKEND || from->kind == ACT_FLOAT) return SITS_OK;
   if (n % ACT_GROUP != 0)
     return sits_fail_param(s->err, SITS_CONFIG, PARAM, "tensor-parallel-size %d: %s: its %lld inputs cut a group of %d",
                            (int)s->n_ranks, name, (long long)width, ACT_GROUP);
   struct act_format *act = arena_alloc(s->arena, sizeof *act);
   int32_t *outliers = arena_alloc(s->arena, (size_t)from->n_outliers * sizeof *outliers);
   if (act == NULL || outliers == NULL) return sits_fail(s->err, SITS_NOMEM, "%s: out of memory", name);
-  *act = (struct act_format){.kind = from->kind, .outliers = outliers};
+  *act = (struct act_format){.kind = from->kind, .outliers = outliers, .rotation = from->rotation};
   for (int32_t i = 0; i < from->n_outliers; i++)
     if (from->outliers[i] >= k0 && from->outliers[i] < k0 + n) outliers[act->n_outliers++] = (int32_t)(from->outliers[i] - k0);
   *out = act;
@@ -178,7 +175,8 @@ static enum sits_status shard_linear(struct shard *s, const struct graph_node *n
       status = sits_fail_param(s->err, SITS_CONFIG, PARAM, "tensor-parallel-size %d: %s: its %lld rows do not divide by it",
                                (int)s->n_ranks, part->weight->name, (long long)part->weight->dims[0]);
     }
-    if (status == SITS_OK) status = rows_of(s, part->weight, r0, n, &weight);
+    if (part->weight == s->table) weight = s->table_share; /* a tied head */
+    else if (status == SITS_OK) status = rows_of(s, part->weight, r0, n, &weight);
     if (status == SITS_OK && bias != NULL) status = rows_of(s, bias, r0, n, &bias);
   }
   if (status != SITS_OK) return status;
@@ -187,6 +185,18 @@ static enum sits_status shard_linear(struct shard *s, const struct graph_node *n
   if (is_row_wise) y = graph_all_reduce(s->out, y);
   s->value[node->out[0]] = y;
   s->is_split[node->out[0]] = !is_row_wise;
+  return SITS_OK;
+}
+
+static enum sits_status shard_embed(struct shard *s, const struct graph_node *node)
+{
+  const struct sits_utd *table;
+  const int64_t n = node->parts[0].weight->dims[0] / s->n_ranks;
+  const enum sits_status status = rows_of(s, node->parts[0].weight, n * s->rank, n, &table);
+  if (status != SITS_OK) return status;
+  s->table = node->parts[0].weight;
+  s->table_share = table;
+  s->value[node->out[0]] = graph_all_reduce(s->out, graph_embed(s->out, table));
   return SITS_OK;
 }
 
@@ -201,7 +211,7 @@ static enum sits_status shard_node(struct shard *s, const struct graph_node *nod
   graph_set_layer(g, node->layer);
   switch (node->kind) {
   case PROGRAM_LINEAR: return shard_linear(s, node);
-  case PROGRAM_EMBED: y = graph_embed(g, node->parts[0].weight); break;
+  case PROGRAM_EMBED: return shard_embed(s, node);
   case PROGRAM_RMSNORM: y = graph_rmsnorm(g, a, node->gain), fits = fits && !is_split; break;
   case PROGRAM_HEAD_NORM: y = graph_head_norm(g, a, node->gain); break;
   case PROGRAM_ROPE: y = graph_rope(g, a); break;

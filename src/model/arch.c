@@ -1,6 +1,6 @@
-/* The llama family, layer by layer. Entry points: arch_build, program_from_model, program_for_ranks. Llama, Mistral (sliding window),
- * Qwen2 (q, k, v biases) and Qwen3 (q and k norms) differ only in what the loader found: absent biases and gains are NULL and their ops
- * vanish. */
+/* The llama family, layer by layer. Entry points: arch_build, program_from_model, program_for_ranks, program_for_rank. Llama, Mistral
+ * (sliding window), Qwen2 (q, k, v biases) and Qwen3 (q and k norms) differ only in what the loader found: absent biases and gains are NULL
+ * and their ops vanish. */
 #include "model/arch.h"
 
 #include "base/mem.h"
@@ -82,6 +82,16 @@ static enum sits_status program_of_rank(const struct graph *whole, uint32_t fusi
   }
   arena_fini(arena);
   mem_free(arena);
+  return status;
+}
+
+enum sits_status program_for_rank(const struct model *model, uint32_t fusions, const struct backend_costs *costs, int32_t rank,
+                                  int32_t n_ranks, struct program **out, struct sits_error *err)
+{
+  struct graph *whole = NULL;
+  enum sits_status status = graph_of(model, &whole, err);
+  if (status == SITS_OK) status = program_of_rank(whole, fusions, costs, rank, n_ranks, out, err);
+  graph_destroy(whole);
   return status;
 }
 

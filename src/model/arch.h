@@ -24,6 +24,10 @@ enum sits_status program_from_model_with(const struct model *model, uint32_t fus
 enum sits_status program_for_ranks(const struct model *model, uint32_t fusions, const struct backend_costs *costs, int32_t n_ranks,
                                    struct program **out, struct sits_error *err) SITS_MUST_CHECK;
 
+/* Only the program of rank 0 <= rank < n_ranks, with no more of the weights than its share. */
+enum sits_status program_for_rank(const struct model *model, uint32_t fusions, const struct backend_costs *costs, int32_t rank,
+                                  int32_t n_ranks, struct program **out, struct sits_error *err) SITS_MUST_CHECK;
+
 /* The whole for a backend: what it offers, where it saves time by its costs. */
 enum sits_status program_from_model(const struct model *model, const struct backend_vtable *backend, struct program **out,
                                     struct sits_error *err) SITS_MUST_CHECK;

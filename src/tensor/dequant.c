@@ -240,19 +240,18 @@ static float side_value(const struct sits_utd *utd, const void *values, int64_t 
 
 void dequant_tensor_row(const struct sits_utd *utd, int64_t row, float *out)
 {
-  const struct sits_dtype_info *info = sits_dtype_info(utd->dtype);
   int64_t n = utd->dims[1];
-  const uint8_t *p = (const uint8_t *)utd->data + (size_t)row * (size_t)(n / info->block_elements) * (size_t)info->block_bytes;
+  const uint8_t *p = sits_utd_row(utd, row);
   if (utd->quant == SITS_QUANT_NONE) {
     dequant_row(utd->dtype, p, n, out);
     return;
   }
-  int64_t group = utd->quant == SITS_QUANT_GROUP ? utd->group_size : n, n_groups = (n + group - 1) / group;
+  const void *scales = sits_utd_row_scales(utd, row), *minimums = sits_utd_row_minimums(utd, row);
+  int64_t group = utd->quant == SITS_QUANT_GROUP ? utd->group_size : n;
   int offset = utd->dtype == SITS_DTYPE_I4 && !utd->minimums ? 8 : 0;
   for (int64_t i = 0; i < n; i++) {
     int q = utd->dtype == SITS_DTYPE_I4 ? (p[i / 2] >> (i % 2 * 4) & 15) - offset : (int8_t)p[i];
-    int64_t at = row * n_groups + i / group;
-    out[i] = side_value(utd, utd->scales, at) * (float)q;
-    if (utd->minimums) out[i] += side_value(utd, utd->minimums, at);
+    out[i] = side_value(utd, scales, i / group) * (float)q;
+    if (minimums) out[i] += side_value(utd, minimums, i / group);
   }
 }

@@ -29,6 +29,27 @@ int64_t sits_utd_row_major_bytes(const struct sits_utd *utd)
   return bytes;
 }
 
+const void *sits_utd_row(const struct sits_utd *u, int64_t row)
+{
+  const struct sits_dtype_info *info = sits_dtype_info(u->dtype);
+  const int64_t stride = u->row_stride != 0 ? u->row_stride : u->dims[1] / info->block_elements * info->block_bytes;
+  return (const uint8_t *)u->data + row * stride;
+}
+
+/* Row `row` of values that lie beside the tensor's, one a group. */
+static const void *side_row(const struct sits_utd *u, const void *values, int64_t row)
+{
+  const int64_t n = u->quant == SITS_QUANT_GROUP ? (u->dims[1] + u->group_size - 1) / u->group_size : 1;
+  const int64_t stride = u->scale_stride != 0 ? u->scale_stride : n * sits_dtype_info(u->scale_dtype)->block_bytes;
+  return (const uint8_t *)values + row * stride;
+}
+
+const void *sits_utd_row_scales(const struct sits_utd *u, int64_t row) { return side_row(u, u->scales, row); }
+const void *sits_utd_row_minimums(const struct sits_utd *u, int64_t row)
+{
+  return u->minimums == NULL ? NULL : side_row(u, u->minimums, row);
+}
+
 const char *act_kind_name(enum act_kind kind)
 {
   static const char *const names[ACT_KINDS] = {"backend", "float", "int8", "int4"};

@@ -84,8 +84,9 @@ static void test_ops(void **state)
     assert_int_equal(p->dims.n_heads, H / N);
     assert_int_equal(p->dims.n_kv_heads, G / N);
     assert_int_equal(p->dims.rank, r);
-    assert_non_null(find(p, PROGRAM_ALL_REDUCE, 1));
-    assert_null(find(p, PROGRAM_ALL_REDUCE, 2));
+    assert_non_null(find(p, PROGRAM_ALL_REDUCE, 2)); /* embedding, o, down */
+    assert_null(find(p, PROGRAM_ALL_REDUCE, 3));
+    assert_int_equal(find(p, PROGRAM_EMBED, 0)->parts[0].weight->dims[0], V / N);
     assert_non_null(find(p, PROGRAM_ALL_GATHER, 0));
     const struct program_op *k = find(p, PROGRAM_LINEAR, 1), *o = find(p, PROGRAM_LINEAR, 3), *head = find(p, PROGRAM_LINEAR, 7);
     assert_int_equal(k->parts[0].weight->dims[0], G * D / N);
@@ -100,7 +101,7 @@ static void test_ops(void **state)
     for (int turn = 0; turn < 2; turn++) {
       p = weighed_share(whole, r, N, PROGRAM_FUSE_GROUP | PROGRAM_FUSE_NORM | PROGRAM_FUSE_ROPE | PROGRAM_FUSE_QKV | PROGRAM_FUSE_SWIGLU |
                         PROGRAM_FUSE_ADD | PROGRAM_FUSE_REDUCE, turn ? &gpu : NULL, &arena);
-      assert_int_equal(p->n_ops, 1 + 5 + 3);
+      assert_int_equal(p->n_ops, 2 + 5 + 3);
       assert_int_equal(find(p, PROGRAM_LINEAR, 1)->fused, PROGRAM_FUSE_ADD | PROGRAM_FUSE_REDUCE);
       assert_int_equal(find(p, PROGRAM_LINEAR, 3)->fused, PROGRAM_FUSE_ADD | PROGRAM_FUSE_REDUCE);
       program_destroy(p);
@@ -130,7 +131,7 @@ static void test_shared_kv_head(void **state)
   graph_destroy(whole);
 }
 
-/* Bytes of columns k0..k1 of a row, and of its scales, as they lie in the whole. */
+/* Columns k0..k1 of a row, and of its scales, lie where the whole has them: nothing is copied. */
 static void test_stored_columns(void **state)
 {
   (void)state;
@@ -161,12 +162,12 @@ static void test_stored_columns(void **state)
       assert_int_equal(part->dims[1], F / N);
       assert_int_equal(part->n_bytes, w_down.n_bytes / N);
       for (size_t i = 0; i < E; i++) {
-        assert_memory_equal((const uint8_t *)part->data + i * row / N, data + i * row + (size_t)r * row / N, row / N);
+        assert_ptr_equal(sits_utd_row(part, (int64_t)i), data + i * row + (size_t)r * row / N);
         if (kinds[c].quant == SITS_QUANT_NONE) continue;
         const bool is_cut = kinds[c].quant == SITS_QUANT_GROUP;
-        const size_t n = is_cut ? groups / N : groups, at = is_cut ? (size_t)r * n : 0;
-        assert_memory_equal((const uint8_t *)part->scales + i * n, scales + i * groups + at, n);
-        if (kinds[c].has_minimum) assert_memory_equal((const uint8_t *)part->minimums + i * n, minimums + i * groups + at, n);
+        const size_t at = is_cut ? (size_t)r * groups / N : 0;
+        assert_ptr_equal(sits_utd_row_scales(part, (int64_t)i), scales + i * groups + at);
+        assert_ptr_equal(sits_utd_row_minimums(part, (int64_t)i), kinds[c].has_minimum ? minimums + i * groups + at : NULL);
       }
       program_destroy(p);
       arena_fini(&arena);
@@ -195,6 +196,31 @@ static void test_outliers(void **state)
     arena_fini(&arena);
   }
   graph_destroy(whole);
+}
+
+/* Runs of rotated channels stay whole, or are refused. */
+static void test_rotation(void **state)
+{
+  (void)state;
+  static const struct sits_utd w_down = MATRIX(E, F);
+  for (int32_t i = 0; i < 2; i++) {
+    const struct act_format act = {.kind = i == 0 ? ACT_INT8 : ACT_FLOAT, .rotation = F / N};
+    const struct act_format wide = {.kind = act.kind, .rotation = F};
+    struct graph *whole = llama(&dims, &w_down, &act);
+    struct arena arena;
+    arena_init(&arena, 0);
+    struct program *p = share(whole, 1, N, 0, &arena);
+    assert_int_equal(find(p, PROGRAM_LINEAR, 6)->act->rotation, F / N);
+    program_destroy(p);
+    graph_destroy(whole);
+    struct graph *g = NULL;
+    struct sits_error err = {0};
+    whole = llama(&dims, &w_down, &wide);
+    assert_int_equal(graph_shard(whole, 0, N, &arena, &g, &err), SITS_CONFIG);
+    assert_non_null(strstr(err.text, "cut a rotated run"));
+    graph_destroy(whole);
+    arena_fini(&arena);
+  }
 }
 
 static void refuse(const struct sits_utd *w_down, const struct act_format *act, int32_t n, const char *text)
@@ -260,7 +286,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_ops), cmocka_unit_test(test_shared_kv_head),
                                      cmocka_unit_test(test_stored_columns), cmocka_unit_test(test_outliers),
-                                     cmocka_unit_test(test_refusals),
+                                     cmocka_unit_test(test_rotation), cmocka_unit_test(test_refusals),
                                      cmocka_unit_test(test_failing_allocations)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
