@@ -19,10 +19,13 @@
 #define BACKEND_ABI 1
 #define KV_PAGE_TOKENS 64          /* P */
 #define BACKEND_MAX_RANKS 8
+#define BACKEND_COMPRESS_TOKENS 256
+#define BACKEND_COMPRESS_GROUP 128 /* columns with one scale */
 #define KV_NO_PAGE (-1)            /* in a block table: the page was dropped, nobody attends to its tokens any more */
 #define KV_MASS_ONE 65536          /* unit of backend_batch.page_mass: the whole attention of one query head in one layer */
 
 struct backend;                    /* an open device */
+struct nodes_options;              /* backend/nodes.h: ranks in other processes */
 struct group;                      /* backend/group.h: the ranks of a model cut over several devices */
 struct backend_program;            /* a model compiled for it */
 struct backend_kv;                 /* its page memory */
@@ -45,8 +48,10 @@ struct backend_options {
   int32_t devices[BACKEND_MAX_RANKS]; /* has_devices: ordinal of each rank; may repeat. Else the backend chooses */
   bool has_devices;
   int32_t collective_timeout_ms;   /* ranks wait so long for each other, then all give up; 0 = 5,000 */
+  bool compress_reduce;            /* ranks: all-reduces of steps of more than BACKEND_COMPRESS_TOKENS tokens sum shares of 8 bits */
   int32_t rank;                    /* set by backend_ranks for the backend of each rank, as is group */
   struct group *group;             /* borrowed; NULL: this backend works alone */
+  const struct nodes_options *nodes; /* borrowed during open: the ranks are processes (backend/nodes.h); through backend_nodes only */
 };
 
 struct backend_info {
@@ -109,7 +114,7 @@ struct backend_stats {
 struct kv_copy { int32_t from_page, to_page; };
 
 /* Times of one all-reduce of n_bytes (f16), with residual and norm after it, in microseconds inside a captured graph; 0 = not offered. */
-struct backend_collective { int64_t n_bytes; double push_us, bulk_us, library_us, library_alone_us; int32_t chosen; };
+struct backend_collective { int64_t n_bytes; double push_us, bulk_us, library_us, library_alone_us, compressed_us; int32_t chosen; };
 
 /* For calibration: sees the inputs of LINEAR ops as they are before rounding. fn may be called by several threads at once, each with its
  * own tokens; batches of one or two tokens may pass unseen. x: [n_tokens][width], rows first.. of the batch. */
@@ -186,6 +191,7 @@ struct backend_vtable {
   /* For a model over several devices; each may be NULL. choose_devices: ordinals for n ranks, in an order that follows the links.
    * collectives: what start-up measured, at most `max` rows; returns how many. */
   enum sits_status (*choose_devices)(int32_t first, int32_t n, int32_t *devices, struct sits_error *err);
+  bool (*is_lost)(const struct backend *backend); /* any thread: a rank is gone, the next step will fail; NULL: only a step tells */
   int32_t (*collectives)(const struct backend_program *program, struct backend_collective *rows, int32_t max);
 };
 

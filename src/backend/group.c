@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <string.h>
 #include <time.h>
 
 #include "backend/backend.h"
@@ -19,8 +20,10 @@ struct group {
   _Atomic uint32_t generation;       /* meetings held */
   _Atomic bool is_aborted;
   const void *_Atomic given[POINTER_SETS][BACKEND_MAX_RANKS]; /* in turns: one rank may be a meeting ahead */
-  pthread_mutex_t lock;              /* guards words */
+  struct group_link link;            /* [init] exchange NULL: all ranks are here */
+  pthread_mutex_t lock;              /* guards the rest */
   volatile int32_t *words[BACKEND_MAX_RANKS];
+  struct { void (*fn)(void *user); void *user; } on_abort[BACKEND_MAX_RANKS];
 };
 
 enum sits_status group_create(int32_t n_ranks, int64_t timeout_us, struct group **out, struct sits_error *err)
@@ -37,6 +40,16 @@ enum sits_status group_create(int32_t n_ranks, int64_t timeout_us, struct group 
   return SITS_OK;
 }
 
+enum sits_status group_create_linked(int32_t n_ranks, int64_t timeout_us, const struct group_link *link, struct group **out,
+                                     struct sits_error *err)
+{
+  const enum sits_status status = group_create(n_ranks, timeout_us, out, err);
+  if (status == SITS_OK) (*out)->link = *link;
+  return status;
+}
+
+bool group_is_linked(const struct group *group) { return group->link.exchange != NULL; }
+
 void group_destroy(struct group *group)
 {
   if (group == NULL) return;
@@ -52,8 +65,11 @@ void group_abort(struct group *group)
 {
   atomic_store(&group->is_aborted, true);
   pthread_mutex_lock(&group->lock);
-  for (int32_t r = 0; r < group->n_ranks; r++)
+  for (int32_t r = 0; r < group->n_ranks; r++) {
     if (group->words[r] != NULL) *group->words[r] = 1;
+    if (group->on_abort[r].fn != NULL) group->on_abort[r].fn(group->on_abort[r].user);
+    group->on_abort[r].fn = NULL;
+  }
   pthread_mutex_unlock(&group->lock);
 }
 
@@ -62,6 +78,18 @@ void group_watch(struct group *group, int32_t rank, volatile int32_t *word)
   pthread_mutex_lock(&group->lock);
   group->words[rank] = word;
   if (word != NULL && atomic_load(&group->is_aborted)) *word = 1;
+  pthread_mutex_unlock(&group->lock);
+}
+
+void group_on_abort(struct group *group, int32_t rank, void (*fn)(void *user), void *user)
+{
+  pthread_mutex_lock(&group->lock);
+  group->on_abort[rank].fn = fn;
+  group->on_abort[rank].user = user;
+  if (fn != NULL && atomic_load(&group->is_aborted)) {
+    fn(user);
+    group->on_abort[rank].fn = NULL;
+  }
   pthread_mutex_unlock(&group->lock);
 }
 
@@ -95,4 +123,18 @@ bool group_meet(struct group *group, int32_t rank, const void *mine, const void 
   }
   for (int32_t r = 0; r < group->n_ranks && all != NULL; r++) all[r] = atomic_load_explicit(&given[r], memory_order_relaxed);
   return true;
+}
+
+bool group_exchange(struct group *group, int32_t rank, const void *mine, size_t n_bytes, void *all, bool is_patient)
+{
+  const void *given[BACKEND_MAX_RANKS];
+  if (group->link.exchange != NULL) {
+    if (group_is_aborted(group)) return false;
+    if (group->link.exchange(group->link.user, mine, n_bytes, all, is_patient ? 0 : group->timeout_us)) return true;
+    group_abort(group);
+    return false;
+  }
+  if (!group_meet(group, rank, mine, given, is_patient)) return false;
+  for (int32_t r = 0; r < group->n_ranks && n_bytes > 0; r++) memcpy((uint8_t *)all + (size_t)r * n_bytes, given[r], n_bytes);
+  return n_bytes == 0 || group_meet(group, rank, NULL, NULL, is_patient); /* until all have read */
 }

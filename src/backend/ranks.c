@@ -487,6 +487,8 @@ static int32_t ranks_collectives(const struct backend_program *program, struct b
   return b->inner->collectives == NULL ? 0 : b->inner->collectives(b->ranks[0].program, rows, max);
 }
 
+static bool ranks_is_lost(const struct backend *b) { return group_is_aborted(b->group); }
+
 /* ---- one vtable for each inner kind: two entries of the contract know no object, so they are told apart by name ---- */
 
 extern const struct backend_vtable backend_cpu;
@@ -518,7 +520,8 @@ static const struct backend_vtable common = {.abi = BACKEND_ABI,
                                              .kv_write_page = ranks_write_page,
                                              .submit = ranks_submit,
                                              .wait = ranks_wait,
-                                             .collectives = ranks_collectives};
+                                             .collectives = ranks_collectives,
+                                             .is_lost = ranks_is_lost};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct backend_vtable tables[2]; /* cpu, cuda */

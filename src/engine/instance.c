@@ -184,7 +184,8 @@ static enum sits_status open_runner(const struct instance *instance, const char 
   struct runner_options runner = {
       .model_path = model_path, .device = o->device, .kv_codec = o->kv_codec,
       .backend = {.n_threads = (int32_t)n_threads, .device = device, .isa = o->isa, .prefill_weights = o->prefill_weights,
-                  .n_ranks = o->n_ranks, .has_devices = o->has_devices, .collective_timeout_ms = o->collective_timeout_ms,
+                  .n_ranks = o->n_ranks, .nodes = o->nodes, .has_devices = o->has_devices,
+                  .collective_timeout_ms = o->collective_timeout_ms, .compress_reduce = o->compress_reduce,
                   .max_batch_tokens = o->max_num_batched_tokens, .max_seqs = o->max_num_seqs}};
   memcpy(runner.backend.devices, o->devices, sizeof runner.backend.devices);
   return runner_open(out, &runner, err);
@@ -278,6 +279,7 @@ enum sits_status instance_open(const struct instance_options *options, struct in
   size_batches(instance);
   const int32_t device = options->has_placement ? options->decode_device : options->device_ordinal;
   if (status == SITS_OK) status = open_runner(instance, options->model_path, device, &instance->runner, err);
+  instance->options.nodes = NULL; /* borrowed until here */
   if (status == SITS_OK && options->draft_model_path) status = open_draft(instance, options->draft_model_path, err);
   if (status == SITS_OK) status = size_pages(instance, err);
   if (status == SITS_OK) status = runner_kv_create(&instance->runner, instance->info.n_pages, err);
@@ -319,6 +321,12 @@ void instance_close(struct instance *instance)
 struct sits_engine *instance_engine(struct instance *instance)
 {
   return instance->engine;
+}
+
+bool instance_is_lost(const struct instance *instance)
+{
+  const struct runner *r = &instance->runner;
+  return r->vtable->is_lost != NULL && r->vtable->is_lost(r->backend);
 }
 
 const struct model *instance_model(const struct instance *instance)

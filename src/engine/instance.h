@@ -27,6 +27,8 @@ struct instance_options {
   int32_t n_ranks;                  /* devices the model is cut over; 0, 1 = one */
   int32_t devices[BACKEND_MAX_RANKS]; /* of the ranks, where has_devices */
   bool has_devices;
+  const struct nodes_options *nodes; /* the ranks are processes and this one leads (backend/nodes.h); NULL: they are devices */
+  bool compress_reduce;             /* ranks exchange large activations in 8 bits */
   int32_t collective_timeout_ms;    /* 0 = the backend's choice */
   int32_t n_threads;                /* 0 = one per core */
   const char *isa;                  /* NULL = auto */
@@ -79,6 +81,7 @@ enum sits_status instance_start(struct instance *instance, struct sits_error *er
 void instance_close(struct instance *instance);
 
 struct sits_engine *instance_engine(struct instance *instance);
+bool instance_is_lost(const struct instance *instance); /* any thread: a rank is gone, requests will fail */
 const struct model *instance_model(const struct instance *instance);
 const struct model *instance_draft_model(const struct instance *instance); /* NULL: none */
 void instance_info(const struct instance *instance, struct instance_info *out);

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "backend/nodes.h"
 #include "base/clock.h"
 #include "model/arch.h"
 
@@ -28,8 +29,11 @@ static enum sits_status open_backend(struct runner *runner, const struct runner_
   if (prefill_weights && strcmp(prefill_weights, "resident") == 0 && strcmp(runner->vtable->name, "cuda") != 0)
     return sits_fail_param(err, SITS_UNSUPPORTED, "prefill-weights", "prefill-weights resident is for the cuda backend: %s expands nothing",
                            runner->vtable->name);
+  if (options->backend.compress_reduce && options->backend.n_ranks <= 1)
+    return sits_fail_param(err, SITS_CONFIG, "tensor-parallel-compress",
+                           "tensor-parallel-compress is for a model cut over devices: tensor-parallel-size is 1");
   if (options->backend.n_ranks > 1) {
-    runner->vtable = backend_ranks(runner->vtable);
+    runner->vtable = options->backend.nodes != NULL ? backend_nodes(runner->vtable) : backend_ranks(runner->vtable);
     if (!runner->vtable)
       return sits_fail_param(err, SITS_UNSUPPORTED, "tensor-parallel-size", "the %.32s backend runs on one device only", device);
   }
@@ -40,7 +44,10 @@ static enum sits_status compile(struct runner *runner, const struct runner_optio
 {
   const uint32_t fusions = options->unfused ? 0 : runner->vtable->fusions;
   const struct backend_costs *costs = options->unfused || runner->vtable->costs.tokens <= 0 ? NULL : &runner->vtable->costs;
-  enum sits_status status = program_for_ranks(runner->model, fusions, costs, options->backend.n_ranks, &runner->program, err);
+  const int32_t n_ranks = options->backend.n_ranks;
+  enum sits_status status;
+  if (options->backend.nodes) status = program_for_rank(runner->model, fusions, costs, 0, n_ranks, &runner->program, err);
+  else status = program_for_ranks(runner->model, fusions, costs, n_ranks, &runner->program, err);
   if (status) return status;
   const struct model_config *config = &runner->model->config;
   runner->geometry = (struct kv_geometry){
@@ -103,4 +110,27 @@ void runner_close(struct runner *runner)
   if (runner->backend && !runner->is_guest) runner->vtable->close(runner->backend);
   if (runner->model) model_close(runner->model);
   *runner = (struct runner){0};
+}
+
+struct rank_source { const struct model *model; const struct backend_vtable *inner; };
+
+static enum sits_status make_rank_program(void *user, int32_t rank, int32_t n_ranks, struct program **out, struct sits_error *err)
+{
+  const struct rank_source *source = user;
+  const struct backend_costs *costs = source->inner->costs.tokens <= 0 ? NULL : &source->inner->costs;
+  return program_for_rank(source->model, source->inner->fusions, costs, rank, n_ranks, out, err);
+}
+
+enum sits_status runner_follow(const struct runner_options *options, struct sits_error *err)
+{
+  const char *device = options->device ? options->device : "auto";
+  struct rank_source source = {.inner = backend_find(device)};
+  struct model *model = NULL;
+  if (!source.inner || !backend_nodes(source.inner))
+    return sits_fail_param(err, SITS_UNSUPPORTED, "device", "device '%.32s' is not in this build or not on this machine", device);
+  enum sits_status status = model_open(options->model_path, &model, err);
+  source.model = model;
+  if (!status) status = nodes_follow(options->backend.nodes, source.inner, &options->backend, make_rank_program, &source, err);
+  model_close(model);
+  return status;
 }

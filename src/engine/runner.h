@@ -47,4 +47,8 @@ enum sits_status runner_open_draft(struct runner *draft, const struct runner *ho
     SITS_MUST_CHECK;
 void runner_close(struct runner *runner); /* half-open is fine */
 
+/* A rank other than 0 of a model cut over processes (backend/nodes.h): opens the model and serves the leader until it closes (SITS_OK) or
+ * a process is lost (SITS_DEVICE). options->backend.nodes is set; the leader decides sizes and caches. */
+enum sits_status runner_follow(const struct runner_options *options, struct sits_error *err) SITS_MUST_CHECK;
+
 #endif

@@ -82,3 +82,14 @@ void ref_hadamard(double *x, int32_t n)
   memcpy(x, y, (size_t)n * sizeof *x);
   mem_free(y);
 }
+
+void ref_round_share(const double *x, int32_t n, int32_t group, double *y, double *step)
+{
+  for (int32_t i = 0; i < n; i++) {
+    const int32_t first = i / group * group;
+    double top = 0;
+    for (int32_t k = first; k < first + group && k < n; k++) top = fmax(top, fabs(x[k]));
+    step[i] = top / 127;
+    y[i] = top > 0 ? round(x[i] / step[i]) * step[i] : 0;
+  }
+}

@@ -28,6 +28,9 @@ void ref_swiglu(const double *gate, const double *up, int64_t n, double *y);
 void ref_attention(const double *q, const double *k, const double *v, int32_t position, int32_t n_heads, int32_t n_kv_heads,
                    int32_t head_dim, int32_t window, const bool *is_hidden, double *given, double *out);
 
+/* y = s * round(x / s) with s = max |x| / 127, for each `group` values; [n]. step: s of each value. */
+void ref_round_share(const double *x, int32_t n, int32_t group, double *y, double *step);
+
 /* x = H x / sqrt(n), H[i][j] = (-1)^popcount(i & j), n a power of two. */
 void ref_hadamard(double *x, int32_t n);
 

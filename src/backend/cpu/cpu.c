@@ -5,6 +5,7 @@
 #include <sys/sysinfo.h>
 
 #include "backend/backend.h"
+#include "backend/group.h"
 #include "backend/cpu/cpu_program.h"
 #include "base/clock.h"
 #include "base/mem.h"
@@ -28,7 +29,8 @@ static enum sits_status cpu_open(const struct backend_options *options, struct b
   backend->options = *options;
   backend->options.isa = NULL; /* borrowed, and used here only */
   backend->n_threads = options->n_threads > 0 ? options->n_threads : cpu_pool_default_threads();
-  if (options->group != NULL) backend->n_threads = backend->n_threads / options->n_ranks > 0 ? backend->n_threads / options->n_ranks : 1;
+  if (options->group != NULL && !group_is_linked(options->group)) /* ranks of this process share its threads */
+    backend->n_threads = backend->n_threads / options->n_ranks > 0 ? backend->n_threads / options->n_ranks : 1;
   enum sits_status status = cpu_isa_choose(options->isa, &backend->isa, err);
   if (status == SITS_OK) status = cpu_pool_create(backend->n_threads, &backend->pool, err);
   if (status != SITS_OK) {

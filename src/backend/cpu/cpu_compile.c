@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "backend/cpu/cpu_program.h"
+#include "backend/group.h"
 #include "base/mapfile.h"
 #include "base/mem.h"
 #include "tensor/dequant.h"
@@ -65,8 +66,11 @@ static void drop_rows(const struct cpu_weight_entry *entry, int64_t r0, int64_t 
 {
   if (entry->utd->place != SITS_PLACE_MAPPED_FILE || entry->utd->dims[0] < 1) return;
   const size_t row_bytes = entry->utd->n_bytes / (size_t)entry->utd->dims[0];
-  const struct mapfile map = {entry->utd->data, entry->utd->n_bytes};
-  mapfile_drop(&map, (size_t)r0 * row_bytes, (size_t)(r1 - r0) * row_bytes);
+  const uint8_t *first = sits_utd_row(entry->utd, 0), *from = sits_utd_row(entry->utd, r0);
+  const uint8_t *end = (const uint8_t *)sits_utd_row(entry->utd, r1 - 1) + row_bytes;
+  const uint8_t *last = (const uint8_t *)sits_utd_row(entry->utd, entry->utd->dims[0] - 1) + row_bytes;
+  const struct mapfile map = {first, (size_t)(last - first)};
+  mapfile_drop(&map, (size_t)(from - first), (size_t)(end - from));
 }
 
 /* Jobs are numbered through all weights; a worker walks the list as its claims grow. */
@@ -334,6 +338,21 @@ static void lay_out_worker(struct backend_program *p, struct layout *l, struct c
   carve(l, 128); /* neighbours' prefetchers */
 }
 
+/* Floats that all ranks give in the largest collective, where they are other processes. */
+static size_t exchange_floats(const struct backend_program *p)
+{
+  const struct group *group = p->backend->options.group;
+  size_t most = 0;
+  for (int32_t i = 0; group != NULL && group_is_linked(group) && i < p->program->n_ops; i++) {
+    const struct program_op *op = &p->program->ops[i];
+    if (op->kind != PROGRAM_ALL_REDUCE && op->kind != PROGRAM_ALL_GATHER) continue;
+    const struct program_buffer *x = &p->program->buffers[op->in[0]];
+    const size_t n = (size_t)(x->is_rows ? p->max_rows : p->max_tokens) * (size_t)x->width;
+    if (n > most) most = n;
+  }
+  return most * (size_t)program_n_ranks(p->program);
+}
+
 static void lay_out(struct backend_program *p, struct layout *l)
 {
   const struct program *program = p->program;
@@ -347,6 +366,7 @@ static void lay_out(struct backend_program *p, struct layout *l)
     p->buffers[b] = carve_floats(l, (program->buffers[b].is_rows ? R : T) * (size_t)program->buffers[b].width);
   for (int f = 0; f < CPU_ACT_FORMATS; f++) p->act[f] = carve(l, act[f]);
   p->normed = carve_floats(l, most * (size_t)widest);
+  p->exchanged = carve_floats(l, exchange_floats(p));
   p->partial = carve_floats(l, (size_t)p->split_rows * (size_t)p->max_chunks * (dv + 2 + CPU_CHUNK_RECORD));
   p->finished = carve(l, (size_t)p->split_rows * sizeof *p->finished);
   p->batch.blocks = carve(l, (T / (size_t)p->block_tokens + T / 32 + 2 * R + 1) * sizeof *p->batch.blocks);

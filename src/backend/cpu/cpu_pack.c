@@ -320,14 +320,14 @@ static void pack_row_neutral(const struct cpu_weight *w, const struct sits_utd *
 {
   const size_t n = (size_t)w->tile, stride = n * 4;
   const bool is_four = u->dtype == SITS_DTYPE_I4;
-  const int64_t group = u->quant == SITS_QUANT_GROUP ? u->group_size : w->k, n_groups = (w->k + group - 1) / group;
-  const uint8_t *data = (const uint8_t *)u->data + (size_t)row * (size_t)w->k / (is_four ? 2 : 1);
+  const int64_t group = u->quant == SITS_QUANT_GROUP ? u->group_size : w->k;
+  const uint8_t *data = sits_utd_row(u, row), *from = sits_utd_row_scales(u, row), *minimums = sits_utd_row_minimums(u, row);
   for (int64_t g = 0; g < w->k / CPU_GROUP; g++) {
     uint8_t *scales = cpu_weight_header(w, tile, g) + (size_t)(g % w->chunk_groups) * 2 * n;
     uint8_t *lane = cpu_weight_planes(w, tile, g) + 4 * r;
-    const size_t at = 2 * (size_t)(row * n_groups + g * CPU_GROUP / group);
-    memcpy(scales + 2 * r, (const uint8_t *)u->scales + at, 2);
-    if (u->minimums) memcpy(scales + 2 * n + 2 * r, (const uint8_t *)u->minimums + at, 2);
+    const size_t at = 2 * (size_t)(g * CPU_GROUP / group);
+    memcpy(scales + 2 * r, from + at, 2);
+    if (minimums) memcpy(scales + 2 * n + 2 * r, minimums + at, 2);
     if (is_four) {
       uint8_t paired[CPU_GROUP / 2];
       pair_halves(data + g * (CPU_GROUP / 2), paired);
@@ -349,14 +349,12 @@ static void pack_row_float(const struct cpu_weight *w, const uint8_t *row, size_
 
 void cpu_weight_pack(struct cpu_weight *w, const struct sits_utd *source, int64_t r0, int64_t r1)
 {
-  const struct sits_dtype_info *info = sits_dtype_info(source->dtype);
-  size_t row_bytes = (size_t)(w->k / info->block_elements) * (size_t)info->block_bytes;
   for (int64_t t = r0 / w->tile; t * w->tile < r1; t++) {
     uint8_t *tile = w->data + (size_t)t * w->tile_bytes;
     int64_t n = w->rows - t * w->tile < w->tile ? w->rows - t * w->tile : w->tile;
     if (n < w->tile) memset(tile, 0, w->tile_bytes); /* rows past the last are zero: scale 0, minimum 0 */
     for (int64_t r = 0; r < n; r++) {
-      const uint8_t *row = (const uint8_t *)source->data + (size_t)(t * w->tile + r) * row_bytes;
+      const uint8_t *row = sits_utd_row(source, t * w->tile + r);
       if (source->quant != SITS_QUANT_NONE) pack_row_neutral(w, source, t * w->tile + r, (size_t)r, t);
       else if (!w->format) pack_row_float(w, row, (size_t)r, tile);
       else if (w->format->is_super) pack_row_super(w, row, (size_t)r, t);

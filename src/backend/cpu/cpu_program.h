@@ -148,6 +148,7 @@ struct backend_program {
   float **buffers;                   /* [program->n_buffers] into the arena */
   void *act[CPU_ACT_FORMATS];        /* [shared] max(max_tokens, max_rows) tokens */
   float *normed;                     /* [shared] [max tokens][widest input] */
+  float *exchanged;                  /* [n_ranks][...] what the ranks of a group with a link give each other; else nothing */
   size_t strip_floats;
   struct cpu_worker *workers;        /* [n_threads] */
   uint64_t n_bytes;
@@ -186,6 +187,8 @@ void cpu_linear_prepare(struct backend_program *p, const struct cpu_step *step, 
 void cpu_linear_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker, uint32_t tag);
 /* ALL_REDUCE, ALL_GATHER: one item each; meets the other ranks twice. */
 void cpu_collective(struct backend_program *p, const struct cpu_step *step);
+/* Each run of BACKEND_COMPRESS_GROUP columns x of a row becomes s * round(x / s), s = max |x| / 127: what a compressed share is. */
+void cpu_round_shares(float *x, int64_t n_rows, int32_t width);
 int32_t cpu_attention_items(const struct backend_program *p);
 void cpu_attention_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker);
 void cpu_attention_plan(struct backend_program *p); /* [submit] blocks and split of the batch */

@@ -36,8 +36,14 @@ static void fill_rotations(struct backend_program *p, struct span span)
 
 static void run_embed(struct backend_program *p, const struct cpu_step *step, struct span span)
 {
-  for (int64_t t = span.t0; t < span.t1; t++)
-    cpu_weight_row(step->parts[0].weight, p->batch.in->tokens[t], step->out[0] + t * step->out_width);
+  const struct program_dims *dims = &p->program->dims;
+  const int32_t n = dims->n_vocab / program_n_ranks(p->program), first = n * dims->rank; /* the rows that are here */
+  for (int64_t t = span.t0; t < span.t1; t++) {
+    const int32_t row = p->batch.in->tokens[t] - first;
+    float *x = step->out[0] + t * step->out_width;
+    if (row >= 0 && row < n) cpu_weight_row(step->parts[0].weight, row, x);
+    else memset(x, 0, (size_t)step->out_width * sizeof *x);
+  }
 }
 
 static void run_rmsnorm(struct backend_program *p, const struct cpu_step *step, struct span span)

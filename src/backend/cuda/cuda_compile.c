@@ -4,7 +4,7 @@
  * The backend offers the fusions GROUP, NORM, ROPE, QKV, SWIGLU and ADD, so a transformer layer arrives as five ops:
  *   LINEAR (NORM, QKV, ROPE) -> ATTENTION -> LINEAR (ADD) -> LINEAR (NORM, SWIGLU) -> LINEAR (ADD)
  * after EMBED and before SELECT_ROWS and the head's LINEAR (NORM). A rank's program
- * has REDUCE beside ADD and ALL_GATHER after the head. Any other list is refused by name.
+ * has REDUCE beside ADD, ALL_REDUCE after EMBED and ALL_GATHER after the head. Any other list is refused by name.
  */
 #include <stdio.h>
 #include <string.h>
@@ -101,6 +101,7 @@ static enum sits_status read_program(struct backend_program *p, struct sits_erro
   if (p->weights == NULL || p->layers == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
   TRY(expect(&r, PROGRAM_EMBED, 0, 1, &op));
   p->embed = intern(p, op, false);
+  if (program_n_ranks(p->program) > 1) TRY(expect(&r, PROGRAM_ALL_REDUCE, 0, -1, &op));
   for (int32_t l = 0; l < p->program->dims.n_layers; l++) TRY(read_layer(&r, &p->layers[l]));
   TRY(expect(&r, PROGRAM_SELECT_ROWS, 0, -1, &op));
   TRY(expect(&r, PROGRAM_LINEAR, PROGRAM_FUSE_NORM, 1, &op));

@@ -19,7 +19,10 @@ int nccl_unique_id(struct nccl_id *out);
 int nccl_comm_init(struct nccl_comm **out, int32_t n_ranks, const struct nccl_id *id, int32_t rank);
 /* Sum, in place. */
 int nccl_all_reduce_f16(void *data, size_t n, struct nccl_comm *comm, struct CUstream_st *stream);
+/* out [n_ranks][n] = x [n] of all ranks. */
+int nccl_all_gather_f32(const void *x, void *out, size_t n, struct nccl_comm *comm, struct CUstream_st *stream);
 void nccl_comm_destroy(struct nccl_comm *comm);
+/* Kernels of this rank that wait for others end; any thread. Frees comm. */
 void nccl_comm_abort(struct nccl_comm *comm);
 const char *nccl_error(int status);
 

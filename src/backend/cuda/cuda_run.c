@@ -205,7 +205,9 @@ static enum sits_status embed(struct backend_program *p, const struct cuda_step 
                       .ld = k_blocks(d->n_embd) * K_GROUP,
                       .n_vocab = d->n_vocab,
                       .h = p->h};
-  if (frag_m > 0) {
+  if (p->comm != NULL) { /* a rank's rows; the sum over ranks becomes h */
+    a.n_rows = p->embed->rows, a.first = d->rank * a.n_rows, a.h = p->slabs;
+  } else if (frag_m > 0) {
     a.frag_m = frag_m, a.next = p->frag_e[frag_i], a.gain = p->layers[0].attn_gain;
     a.ssq = p->ssq[frag_i], a.n_ssq = k_w4a16_ssq_parts(d->n_embd);
   }
@@ -280,13 +282,15 @@ static enum sits_status run_fast(struct backend_program *p, struct backend_kv *k
                     : m == 8 ? 1
                              : 2,
                 n_layers = p->program->dims.n_layers, n_sm = p->backend->n_sm;
+  const bool is_normed = p->comm != NULL; /* by the all-reduces, the embedding's too */
+  const struct k_act normed = {.form = K_ACT_FRAG_F16, .data = p->frag_e[i], .tile = m};
   TRY(embed(p, step, i, m, at));
+  if (is_normed) TRY(cuda_comm_reduce(p, n, COMM_EMBED, p->layers[0].attn_gain, &normed, at));
   for (int32_t l = 0; l < n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];
     struct k_w4a16 qkv = fast_gemm(layer->qkv, n, p->frag_e[i]), o = fast_gemm(layer->o, n, p->frag_a[i]),
                    gate_up = fast_gemm(layer->gate_up, n, p->frag_e[i]), down = fast_gemm(layer->down, n, p->frag_f[i]);
-    const bool is_normed = p->comm != NULL; /* by the all-reduce; the embedding's row is not */
-    if (!is_normed || l == 0) with_norm(&qkv, p, i);
+    if (!is_normed) with_norm(&qkv, p, i);
     qkv.output = K_OUT_F16, qkv.y = p->qkv, qkv.ld = layer->qkv->rows;
     if (!is_normed) with_norm(&gate_up, p, i);
     gate_up.output = K_OUT_SWIGLU, gate_up.next = p->frag_f[i];
@@ -330,7 +334,7 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
 {
   const struct program_dims *d = &p->program->dims;
   const int32_t n = step->n_tokens, heads = d->n_heads * d->head_dim;
-  int32_t n_slabs = 0;
+  int32_t n_slabs = p->comm != NULL ? COMM_EMBED : 0;
   TRY(embed(p, step, 0, 0, at));
   for (int32_t l = 0; l < d->n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];

@@ -119,9 +119,10 @@ static void read_group(const struct sits_utd *utd, int32_t at, const uint8_t *ro
                        float *minimum)
 {
   if (utd->dtype == SITS_DTYPE_I4) { /* element 2i in the low half of byte i */
-    const int64_t group = group_of(utd), n_groups = (utd->dims[1] + group - 1) / group, s = at * n_groups + (int64_t)g * 32 / group;
-    *scale = load_half((const uint8_t *)utd->scales + 2 * s);
-    *minimum = utd->minimums != NULL ? load_half((const uint8_t *)utd->minimums + 2 * s) : -8.f * *scale;
+    const int64_t s = (int64_t)g * 32 / group_of(utd);
+    const uint8_t *scales = sits_utd_row_scales(utd, at), *minimums = sits_utd_row_minimums(utd, at);
+    *scale = load_half(scales + 2 * s);
+    *minimum = minimums != NULL ? load_half(minimums + 2 * s) : -8.f * *scale;
     for (int32_t i = 0; i < 16; i++) codes[2 * i] = row[g * 16 + i] & 15, codes[2 * i + 1] = row[g * 16 + i] >> 4;
     return;
   }
@@ -150,7 +151,7 @@ static void put_half(uint8_t *at, float x)
 
 static void pack_row_w4(const struct cuda_weight *w, uint8_t *tile, int32_t r, const struct sits_utd *utd, int32_t at)
 {
-  const uint8_t *row = (const uint8_t *)utd->data + (size_t)at * (utd->n_bytes / (size_t)utd->dims[0]);
+  const uint8_t *row = sits_utd_row(utd, at);
   const bool is_long = w->format == K_W4_G128;
   uint8_t codes[32];
   float scale, minimum;
@@ -178,7 +179,7 @@ static void pack_row_w4(const struct cuda_weight *w, uint8_t *tile, int32_t r, c
 static void pack_row_f16(const struct cuda_weight *w, uint16_t *out, const struct sits_utd *utd, int32_t at, float *scratch)
 {
   const size_t row_bytes = utd->n_bytes / (size_t)utd->dims[0];
-  const uint8_t *row = (const uint8_t *)utd->data + (size_t)at * row_bytes;
+  const uint8_t *row = sits_utd_row(utd, at);
   if (utd->dtype == SITS_DTYPE_F16) {
     memcpy(out, row, row_bytes);
     return;

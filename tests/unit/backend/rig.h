@@ -22,7 +22,7 @@
 #include "model/model.h"
 
 struct rig_options { const char *isa; int32_t n_threads, max_batch_tokens, max_seqs, n_pages; uint32_t fusions; enum kv_codec codec;
-  int32_t n_ranks, timeout_ms; };
+  int32_t n_ranks, timeout_ms; bool compress; };
 
 struct rig {
   const struct backend_vtable *vt;
@@ -70,7 +70,7 @@ static struct rig rig_attach(struct model *model, const struct rig_options *o)
   RIG_OK(program_for_ranks(rig.model, o->fusions & rig.vt->fusions, NULL, o->n_ranks, &rig.program, &err), err);
   const struct backend_options options = {
       .n_threads = o->n_threads, .max_batch_tokens = o->max_batch_tokens, .max_seqs = o->max_seqs, .isa = o->isa,
-      .n_ranks = o->n_ranks, .collective_timeout_ms = o->timeout_ms};
+      .n_ranks = o->n_ranks, .collective_timeout_ms = o->timeout_ms, .compress_reduce = o->compress};
   RIG_OK(rig.vt->open(&options, &rig.backend, &err), err);
   RIG_OK(rig.vt->compile(rig.backend, rig.program, &rig.compiled, &err), err);
   const struct kv_geometry geometry = {.n_layers = rig.model->config.n_layers, .n_kv_heads = rig.model->config.n_kv_heads,

@@ -3,9 +3,11 @@
 #include "rig.h"
 #include "synth.h"
 
+#include "backend/cpu/cpu_program.h"
 #include "base/clock.h"
 #include "base/log.h"
 #include "engine/runner.h"
+#include "ref/ref_ops.h"
 #include "ref/ref_program.h"
 
 #define P KV_PAGE_TOKENS
@@ -88,6 +90,49 @@ static void test_logits(void **state)
     program_destroy(plain);
     synth_fini(&synth);
   }
+}
+
+/* Compressed shares: the rounding is its twin's, but for codes at a tie; only steps of many tokens are touched, and little. */
+static void test_compressed(void **state)
+{
+  (void)state;
+  enum { N = 300, WIDTH = 300 };
+  float x[WIDTH];
+  double want[WIDTH], given[WIDTH], step[WIDTH];
+  for (int32_t i = 0; i < WIDTH; i++) given[i] = x[i] = (float)((i * 37 % 101 - 50) * (i < 128 ? 1e-3 : i < 256 ? 0 : 1e4));
+  cpu_round_shares(x, 1, WIDTH);
+  ref_round_share(given, WIDTH, BACKEND_COMPRESS_GROUP, want, step);
+  for (int32_t i = 0; i < WIDTH; i++) {
+    const bool is_tie = step[i] > 0 && fabs(fabs(given[i] / step[i] - floor(given[i] / step[i])) - 0.5) < 1e-4;
+    if (fabs(x[i] - want[i]) > (is_tie ? 1.001 : 1e-4) * step[i]) fail_msg("column %d: %g, not %g", i, x[i], want[i]);
+  }
+  struct synth synth;
+  synth_init(&synth, &cases[0].shape, 5);
+  const int32_t V = synth.model.config.n_vocab, table[5] = {0, 1, 2, 3, 4};
+  int32_t ids[N];
+  float *logits[2][2]; /* [compressed][few, many tokens a step] */
+  for (int32_t t = 0; t < N; t++) ids[t] = token_at(1, t, V);
+  for (int32_t c = 0; c < 2; c++) {
+    struct rig rig = rig_attach(&synth.model, &(struct rig_options){.n_threads = 1, .max_batch_tokens = N, .max_seqs = N, .n_pages = 5,
+                                .fusions = ~(uint32_t)PROGRAM_MOVE_SELECT, .codec = KV_F32, .n_ranks = 2, .timeout_ms = 60000,
+                                .compress = c == 1});
+    for (int32_t i = 0; i < 2; i++) {
+      const int32_t n = i == 0 ? BACKEND_COMPRESS_TOKENS : N;
+      logits[c][i] = mem_calloc((size_t)n * (size_t)V, sizeof(float));
+      assert_non_null(logits[c][i]);
+      memcpy(logits[c][i], rig_step(&rig, &(struct rig_part){ids, n, 0, table}, 1, true), (size_t)n * (size_t)V * sizeof(float));
+    }
+    rig_close(&rig);
+  }
+  assert_memory_equal(logits[1][0], logits[0][0], (size_t)BACKEND_COMPRESS_TOKENS * (size_t)V * sizeof(float));
+  double difference = 0, all = 0;
+  for (int32_t i = 0; i < N * V; i++) {
+    difference += pow((double)logits[1][1][i] - logits[0][1][i], 2);
+    all += pow(logits[0][1][i], 2);
+  }
+  if (!(difference > 0 && sqrt(difference / all) < 0.02)) fail_msg("relative change of the logits: %.3e", sqrt(difference / all));
+  for (int32_t i = 0; i < 4; i++) mem_free(logits[i / 2][i % 2]);
+  synth_fini(&synth);
 }
 
 /* Copies, and pages taken out and brought back, are the same tokens for all ranks. */
@@ -204,7 +249,7 @@ static void test_stories(void **state)
 
 int main(void)
 {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_logits), cmocka_unit_test(test_pages), cmocka_unit_test(test_refusals),
-                                     cmocka_unit_test(test_hung_rank), cmocka_unit_test(test_stories)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_logits), cmocka_unit_test(test_compressed), cmocka_unit_test(test_pages),
+                                     cmocka_unit_test(test_refusals), cmocka_unit_test(test_hung_rank), cmocka_unit_test(test_stories)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,404 @@
+/* See nodes_wire.h.
+ *
+ * Connecting: the leader listens, each follower calls. hello (rank, number of ranks, build, a random number) -> challenge (the leader's
+ * random number and its proof) -> proof -> welcome. A proof is HMAC-SHA256 of side, ranks and both random numbers under the secret. Who
+ * fails is turned away and the leader waits on. Sockets are non-blocking; every wait is a poll of at most LOOK_MS, then a look at whether
+ * a process is lost. Lost means: the connection has ended (a dead process's kernel says so at once), keep-alive probes or sent bytes went
+ * unanswered (a dead machine, 6 s), or a bound on waiting has passed. */
+#include "backend/nodes_wire.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mem.h"
+#include "base/sha256.h"
+
+enum { MAGIC = 0x53495453, VERSION = 1, LOOK_MS = 100, SEND_US = 10000000, HELLO_US = 5000000, NONCE = 16, LEAST_SECRET = 16,
+       SHA_BLOCK = 64, RETRY_MS = 200, PROBE_IDLE_S = 2, PROBE_EVERY_S = 1, PROBES = 4, UNANSWERED_MS = 6000 };
+
+struct hello { uint32_t magic, version; int32_t rank, n_ranks; uint32_t batch_bytes, abi; uint8_t nonce[NONCE]; };
+struct challenge { uint8_t nonce[NONCE], proof[SHA256_BYTES]; };
+struct head { uint32_t magic, kind; uint64_t n_bytes; };
+
+/* ---- bytes ---- */
+
+/* poll events on fd, in looks, until the deadline (0: none). False: too late, or lost. */
+static bool await(const struct nodes *nodes, int fd, short events, int64_t deadline_us)
+{
+  for (;;) {
+    struct pollfd p = {.fd = fd, .events = events};
+    const int n = poll(&p, 1, LOOK_MS);
+    if (n > 0) return true; /* errors show in the call that follows */
+    if (n < 0 && errno != EINTR) return false;
+    if (nodes != NULL && atomic_load(&nodes->is_lost)) return false;
+    if (deadline_us > 0 && clock_monotonic_us() > deadline_us) return false;
+  }
+}
+
+/* What has arrived is read even where a process is lost: it may say why. */
+static bool read_all(const struct nodes *nodes, int fd, void *to, size_t n_bytes, int64_t deadline_us)
+{
+  for (size_t at = 0; at < n_bytes;) {
+    const ssize_t n = recv(fd, (uint8_t *)to + at, n_bytes - at, 0);
+    if (n > 0) {
+      at += (size_t)n;
+      continue;
+    }
+    if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) return false;
+    if (!await(nodes, fd, POLLIN, deadline_us)) return false;
+  }
+  return true;
+}
+
+static bool write_all(const struct nodes *nodes, int fd, const void *from, size_t n_bytes, int64_t deadline_us)
+{
+  for (size_t at = 0; at < n_bytes;) {
+    const ssize_t n = send(fd, (const uint8_t *)from + at, n_bytes - at, MSG_NOSIGNAL);
+    if (n > 0) at += (size_t)n;
+    else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return false;
+    else if (!await(nodes, fd, POLLOUT, deadline_us)) return false;
+  }
+  return true;
+}
+
+bool nodes_send(struct nodes *nodes, int32_t rank, enum node_message kind, const void *head, size_t head_bytes, const void *body,
+                size_t body_bytes)
+{
+  const struct head h = {MAGIC, (uint32_t)kind, head_bytes + body_bytes};
+  const int64_t deadline_us = clock_monotonic_us() + SEND_US;
+  const int fd = nodes->fd[rank];
+  if (!atomic_load(&nodes->is_lost) && write_all(nodes, fd, &h, sizeof h, deadline_us) &&
+      write_all(nodes, fd, head, head_bytes, deadline_us) && write_all(nodes, fd, body, body_bytes, deadline_us))
+    return true;
+  nodes_lose(nodes, "a message could not be sent");
+  return false;
+}
+
+bool nodes_next(struct nodes *nodes, int32_t rank, int64_t timeout_us, enum node_message *kind, size_t *n_bytes)
+{
+  struct head h;
+  if (read_all(nodes, nodes->fd[rank], &h, sizeof h, timeout_us > 0 ? clock_monotonic_us() + timeout_us : 0) && h.magic == MAGIC) {
+    *kind = (enum node_message)h.kind;
+    *n_bytes = (size_t)h.n_bytes;
+    return true;
+  }
+  nodes_lose(nodes, "no message came");
+  return false;
+}
+
+bool nodes_read(struct nodes *nodes, int32_t rank, void *to, size_t n_bytes)
+{
+  if (read_all(nodes, nodes->fd[rank], to, n_bytes, clock_monotonic_us() + SEND_US)) return true;
+  nodes_lose(nodes, "a message was cut off");
+  return false;
+}
+
+/* ---- proofs ---- */
+
+static void hmac(const char *secret, const void *text, size_t n_bytes, uint8_t out[SHA256_BYTES])
+{
+  uint8_t key[SHA_BLOCK] = {0}, inner[SHA_BLOCK], outer[SHA_BLOCK];
+  struct sha256 sha;
+  if (strlen(secret) > SHA_BLOCK) {
+    sha256_init(&sha);
+    sha256_update(&sha, secret, strlen(secret));
+    sha256_final(&sha, key);
+  } else {
+    memcpy(key, secret, strlen(secret));
+  }
+  for (int i = 0; i < SHA_BLOCK; i++) inner[i] = key[i] ^ 0x36, outer[i] = key[i] ^ 0x5c;
+  sha256_init(&sha);
+  sha256_update(&sha, inner, sizeof inner);
+  sha256_update(&sha, text, n_bytes);
+  sha256_final(&sha, out);
+  sha256_init(&sha);
+  sha256_update(&sha, outer, sizeof outer);
+  sha256_update(&sha, out, SHA256_BYTES);
+  sha256_final(&sha, out);
+}
+
+static void prove(const char *secret, bool is_leader, const struct hello *hello, const uint8_t nonce[NONCE], uint8_t out[SHA256_BYTES])
+{
+  struct { uint8_t side[NONCE], nonce[NONCE]; struct hello hello; } text = {.hello = *hello};
+  memcpy(text.side, is_leader ? "sits2026 leader" : "sits2026 follow", NONCE);
+  memcpy(text.nonce, nonce, NONCE);
+  hmac(secret, &text, sizeof text, out);
+}
+
+static bool is_same(const uint8_t *a, const uint8_t *b, size_t n)
+{
+  uint8_t difference = 0;
+  for (size_t i = 0; i < n; i++) difference |= a[i] ^ b[i];
+  return difference == 0;
+}
+
+/* ---- connecting ---- */
+
+static void set_up(int fd)
+{
+  const int on = 1, idle = PROBE_IDLE_S, every = PROBE_EVERY_S, probes = PROBES;
+  const unsigned unanswered = UNANSWERED_MS;
+  (void)fcntl(fd, F_SETFL, O_NONBLOCK);
+  (void)fcntl(fd, F_SETFD, FD_CLOEXEC);
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  (void)setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &every, sizeof every);
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered, sizeof unanswered);
+}
+
+static struct hello own_hello(const struct nodes_options *o)
+{
+  return (struct hello){.magic = MAGIC, .version = VERSION, .rank = o->rank, .n_ranks = o->n_ranks,
+                        .batch_bytes = sizeof(struct backend_batch), .abi = BACKEND_ABI};
+}
+
+static enum sits_status resolve(const struct nodes_options *o, bool is_passive, struct addrinfo **out, struct sits_error *err)
+{
+  char port[16];
+  const struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = is_passive ? AI_PASSIVE : 0};
+  snprintf(port, sizeof port, "%d", (int)o->port);
+  const int e = getaddrinfo(o->address, port, &hints, out);
+  if (e == 0) return SITS_OK;
+  return sits_fail_param(err, SITS_UNAVAILABLE, "leader-address", "leader-address %.128s: %s", o->address != NULL ? o->address : "*",
+                         gai_strerror(e));
+}
+
+/* The rank of the follower at the other end, or -1 with the reason. */
+static int32_t greet(struct nodes *nodes, const struct nodes_options *o, int fd, const char **why)
+{
+  const int64_t deadline_us = clock_monotonic_us() + HELLO_US;
+  struct hello hello, mine = own_hello(o);
+  struct challenge challenge;
+  uint8_t want[SHA256_BYTES], proof[SHA256_BYTES];
+  *why = "it does not speak this protocol";
+  if (!read_all(NULL, fd, &hello, sizeof hello, deadline_us) || hello.magic != MAGIC) return -1;
+  *why = "it is another build";
+  if (hello.version != VERSION || hello.batch_bytes != mine.batch_bytes || hello.abi != mine.abi) return -1;
+  *why = "the number of processes differs";
+  if (hello.n_ranks != o->n_ranks) return -1;
+  *why = "its rank is taken or too large";
+  if (hello.rank < 1 || hello.rank >= o->n_ranks || nodes->fd[hello.rank] >= 0) return -1;
+  *why = "no random numbers";
+  if (getrandom(challenge.nonce, NONCE, 0) != NONCE) return -1;
+  prove(o->secret, true, &hello, challenge.nonce, challenge.proof);
+  prove(o->secret, false, &hello, challenge.nonce, want);
+  *why = "it does not know the secret";
+  if (!write_all(NULL, fd, &challenge, sizeof challenge, deadline_us) || !read_all(NULL, fd, proof, sizeof proof, deadline_us) ||
+      !is_same(proof, want, sizeof want))
+    return -1;
+  *why = "it went away";
+  return write_all(NULL, fd, &mine.magic, sizeof mine.magic, deadline_us) ? hello.rank : -1;
+}
+
+static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = RETRY_MS * 1000000L}, NULL); }
+
+/* The own name may not be known yet. */
+static enum sits_status open_listener(const struct nodes_options *o, int64_t deadline_us, int *out, struct sits_error *err)
+{
+  struct addrinfo *found = NULL;
+  const int on = 1;
+  enum sits_status status;
+  while ((status = resolve(o, true, &found, err)) != SITS_OK && clock_monotonic_us() < deadline_us) nap();
+  if (status != SITS_OK) return status;
+  int fd = -1, e = 0;
+  for (const struct addrinfo *a = found; a != NULL && fd < 0; a = a->ai_next) {
+    fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0) continue;
+    (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (bind(fd, a->ai_addr, a->ai_addrlen) == 0 && listen(fd, BACKEND_MAX_RANKS) == 0) break;
+    e = errno;
+    (void)close(fd);
+    fd = -1;
+  }
+  freeaddrinfo(found);
+  if (fd < 0) return sits_fail_param(err, SITS_UNAVAILABLE, "leader-port",
+                                     "leader-address %.128s, port %d: %s", o->address != NULL ? o->address : "*", (int)o->port,
+                                     strerror(e));
+  *out = fd;
+  return SITS_OK;
+}
+
+static enum sits_status lead(struct nodes *nodes, const struct nodes_options *o, struct sits_error *err)
+{
+  const int64_t deadline_us = clock_monotonic_us() + o->connect_timeout_us;
+  int listener = -1;
+  const enum sits_status status = open_listener(o, deadline_us, &listener, err);
+  if (status != SITS_OK) return status;
+  log_info("nodes", "waiting for %d processes on port %d", (int)o->n_ranks - 1, (int)o->port);
+  int32_t n_here = 1;
+  while (n_here < o->n_ranks && await(NULL, listener, POLLIN, deadline_us)) {
+    const char *why;
+    const int fd = accept(listener, NULL, NULL);
+    if (fd < 0) continue;
+    set_up(fd);
+    const int32_t rank = greet(nodes, o, fd, &why);
+    if (rank < 0) {
+      log_warn("nodes", "a process was turned away: %s", why);
+      (void)close(fd);
+      continue;
+    }
+    nodes->fd[rank] = fd;
+    n_here++;
+    log_info("nodes", "rank %d of %d is here", (int)rank, (int)o->n_ranks);
+  }
+  (void)close(listener);
+  if (n_here == o->n_ranks) return SITS_OK;
+  return sits_fail(err, SITS_UNAVAILABLE, "%d of %d processes came within %lld s", (int)n_here, (int)o->n_ranks,
+                   (long long)(o->connect_timeout_us / 1000000));
+}
+
+static int call(const struct nodes_options *o, int64_t deadline_us, struct sits_error *err)
+{
+  while (clock_monotonic_us() < deadline_us) {
+    struct addrinfo *found = NULL;
+    if (resolve(o, false, &found, err) == SITS_OK) { /* a name may not be known yet */
+      for (const struct addrinfo *a = found; a != NULL; a = a->ai_next) {
+        const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (fd < 0) continue;
+        set_up(fd);
+        int e = 0;
+        socklen_t size = sizeof e;
+        const bool is_under_way = connect(fd, a->ai_addr, a->ai_addrlen) == 0 || errno == EINPROGRESS;
+        if (is_under_way && await(NULL, fd, POLLOUT, clock_monotonic_us() + HELLO_US) &&
+            getsockopt(fd, SOL_SOCKET, SO_ERROR, &e, &size) == 0 && e == 0) {
+          freeaddrinfo(found);
+          return fd;
+        }
+        (void)sits_fail_param(err, SITS_UNAVAILABLE, "leader-address", "leader-address %.128s, port %d: %s", o->address, (int)o->port,
+                              strerror(e != 0 ? e : errno));
+        (void)close(fd);
+      }
+      freeaddrinfo(found);
+    }
+    nap();
+  }
+  return -1;
+}
+
+static enum sits_status join(struct nodes *nodes, const struct nodes_options *o, struct sits_error *err)
+{
+  const int fd = call(o, clock_monotonic_us() + o->connect_timeout_us, err);
+  if (fd < 0) return SITS_UNAVAILABLE;
+  const int64_t deadline_us = clock_monotonic_us() + HELLO_US;
+  struct hello hello = own_hello(o);
+  struct challenge challenge;
+  uint8_t proof[SHA256_BYTES];
+  uint32_t welcome = 0;
+  nodes->fd[0] = fd;
+  if (getrandom(hello.nonce, NONCE, 0) != NONCE) return sits_fail(err, SITS_INTERNAL, "no random numbers");
+  if (!write_all(NULL, fd, &hello, sizeof hello, deadline_us) || !read_all(NULL, fd, &challenge, sizeof challenge, deadline_us))
+    return sits_fail(err, SITS_UNAVAILABLE, "the leader turned this process away: another build, or a rank or number of processes that "
+                                            "does not fit");
+  prove(o->secret, true, &hello, challenge.nonce, proof);
+  if (!is_same(proof, challenge.proof, sizeof proof))
+    return sits_fail_param(err, SITS_CONFIG, "node-secret", "the leader does not know the secret");
+  prove(o->secret, false, &hello, challenge.nonce, proof);
+  if (!write_all(NULL, fd, proof, sizeof proof, deadline_us) || !read_all(NULL, fd, &welcome, sizeof welcome, deadline_us) ||
+      welcome != MAGIC)
+    return sits_fail(err, SITS_UNAVAILABLE, "the leader turned this process away");
+  return SITS_OK;
+}
+
+enum sits_status nodes_connect(const struct nodes_options *o, struct nodes **out, struct sits_error *err)
+{
+  if (o->n_ranks < 2 || o->n_ranks > BACKEND_MAX_RANKS || o->rank < 0 || o->rank >= o->n_ranks)
+    return sits_fail_param(err, SITS_CONFIG, "node-rank",
+                           "node-rank %d of node-count %d: ranks are 0 to node-count - 1, of 2 to %d", (int)o->rank, (int)o->n_ranks,
+                           BACKEND_MAX_RANKS);
+  if (o->secret == NULL || strlen(o->secret) < LEAST_SECRET || strlen(o->secret) > NODES_SECRET_BYTES)
+    return sits_fail_param(err, SITS_CONFIG, "node-secret", "node-secret must have %d to %d bytes, the same for all processes",
+                           LEAST_SECRET, NODES_SECRET_BYTES);
+  struct nodes *nodes = mem_calloc(1, sizeof *nodes);
+  if (nodes == NULL) return sits_fail(err, SITS_NOMEM, "nodes: out of memory");
+  nodes->rank = o->rank;
+  nodes->n_ranks = o->n_ranks;
+  for (int32_t r = 0; r < BACKEND_MAX_RANKS; r++) nodes->fd[r] = -1;
+  const enum sits_status status = o->rank == 0 ? lead(nodes, o, err) : join(nodes, o, err);
+  if (status != SITS_OK) {
+    nodes_disconnect(nodes);
+    return status;
+  }
+  *out = nodes;
+  return SITS_OK;
+}
+
+/* ---- the group, and watching ---- */
+
+void nodes_lose(struct nodes *nodes, const char *why)
+{
+  if (!atomic_exchange(&nodes->is_lost, true) && !atomic_load(&nodes->is_closing))
+    log_error("nodes", "rank %d: a process is lost: %s", (int)nodes->rank, why);
+  if (nodes->group != NULL) group_abort(nodes->group);
+}
+
+static void *watch(void *arg)
+{
+  struct nodes *nodes = arg;
+  while (!atomic_load(&nodes->is_closing) && !atomic_load(&nodes->is_lost)) {
+    struct pollfd polls[BACKEND_MAX_RANKS];
+    nfds_t n = 0;
+    for (int32_t r = 0; r < nodes->n_ranks; r++)
+      if (nodes->fd[r] >= 0) polls[n++] = (struct pollfd){.fd = nodes->fd[r], .events = POLLRDHUP};
+    if (poll(polls, n, LOOK_MS) > 0) {
+      if (!atomic_load(&nodes->is_closing)) nodes_lose(nodes, "its connection has ended");
+      return NULL;
+    }
+  }
+  return NULL;
+}
+
+/* A step of all ranks giving to all: through the leader. */
+static bool exchange(void *user, const void *mine, size_t n_bytes, void *all, int64_t timeout_us)
+{
+  struct nodes *nodes = user;
+  enum node_message kind;
+  size_t size;
+  const size_t whole = n_bytes * (size_t)nodes->n_ranks;
+  if (nodes->rank > 0)
+    return nodes_send(nodes, 0, NODE_EXCHANGE, mine, n_bytes, NULL, 0) && nodes_next(nodes, 0, timeout_us, &kind, &size) &&
+           kind == NODE_EXCHANGE && size == whole && nodes_read(nodes, 0, all, size);
+  if (n_bytes > 0) memcpy(all, mine, n_bytes);
+  for (int32_t r = 1; r < nodes->n_ranks; r++) {
+    if (!nodes_next(nodes, r, timeout_us, &kind, &size)) return false;
+    if (kind == NODE_REPLY && size == sizeof nodes->early[r])
+      nodes->has_early[r] = nodes_read(nodes, r, &nodes->early[r], size);
+    if (kind != NODE_EXCHANGE || size != n_bytes || !nodes_read(nodes, r, (uint8_t *)all + (size_t)r * n_bytes, size)) return false;
+  }
+  for (int32_t r = 1; r < nodes->n_ranks; r++)
+    if (!nodes_send(nodes, r, NODE_EXCHANGE, all, whole, NULL, 0)) return false;
+  return true;
+}
+
+enum sits_status nodes_start(struct nodes *nodes, int32_t collective_timeout_ms, struct sits_error *err)
+{
+  const struct group_link link = {.exchange = exchange, .user = nodes};
+  const enum sits_status status = group_create_linked(nodes->n_ranks, (int64_t)collective_timeout_ms * 1000, &link, &nodes->group, err);
+  if (status != SITS_OK) return status;
+  nodes->has_watcher = pthread_create(&nodes->watcher, NULL, watch, nodes) == 0;
+  return nodes->has_watcher ? SITS_OK : sits_fail(err, SITS_NOMEM, "nodes: no thread to watch the connections");
+}
+
+void nodes_disconnect(struct nodes *nodes)
+{
+  if (nodes == NULL) return;
+  atomic_store(&nodes->is_closing, true);
+  if (nodes->has_watcher) pthread_join(nodes->watcher, NULL);
+  for (int32_t r = 0; r < BACKEND_MAX_RANKS; r++)
+    if (nodes->fd[r] >= 0) (void)close(nodes->fd[r]);
+  if (nodes->group != NULL) group_destroy(nodes->group);
+  mem_free(nodes);
+}
