@@ -43,8 +43,27 @@ const struct option_spec options_table[] = {
     STR("placement", placement, "Device",
         "prefill=A,decode=B: prompts are read on GPU A, answers made on GPU B; both hold the whole model, and pages move from one to the "
         "other. A prompt is read on B where handing it over does not pay. Default: one GPU does both."),
+    BOOL("tensor-parallel-compress", tensor_parallel_compress, "false", "Device",
+         "Devices exchange the activations of steps of more than 256 tokens in 8 bits with a scale for each 128 channels: half the bytes "
+         "between GPUs, at a small cost in accuracy. For prompts; needs tensor-parallel-size above 1."),
     FLT("collective-timeout-s", collective_timeout_s, "5", 0.1, 600, "s", "Device",
         "Devices that share a model wait so long for each other; then the model is out of service and its requests end."),
+
+    BOOL("multi-node", multi_node, "false", "Multi-node",
+         "This process is one of several that share the model, a device each, on one machine or many. The first one serves, the others "
+         "follow it. Which of how many this is, and where the first one listens, say the options below or a launcher: RANK, WORLD_SIZE, "
+         "MASTER_ADDR, MASTER_PORT and LOCAL_RANK of torchrun and its like, or LWS_WORKER_INDEX, LWS_GROUP_SIZE and LWS_LEADER_ADDRESS "
+         "of a LeaderWorkerSet."),
+    INT("node-rank", node_rank, "-1", -1, 7, "rank", "Multi-node", "This process, from 0, the first one. -1: the launcher says."),
+    INT("node-count", node_count, "0", 0, 8, "processes", "Multi-node", "All processes. 0: the launcher says."),
+    STR("leader-address", leader_address, "Multi-node",
+        "Name or number of the address where the first process listens for the others. Default: the launcher's."),
+    INT("leader-port", leader_port, "0", 0, 65535, "port", "Multi-node", "Its TCP port. 0: the launcher's, else 29400."),
+    SECRET("node-secret", node_secret, "Multi-node",
+           "16 to 256 bytes that all processes know; they prove it to each other when they connect. What follows is not encrypted: keep "
+           "the port inside your own network."),
+    FLT("node-connect-timeout-s", node_connect_timeout_s, "300", 1, 86400, "s", "Multi-node",
+        "Time for all processes to come, and for their names to be known."),
 
     ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|int8|int4|fp4|fp4-sparse", "KV cache",
          "How keys and values are stored. auto: what a file of sits2026-compile asks for, else f16. int4 and fp4 take about 0.3 of "

@@ -20,7 +20,15 @@ struct options {
   int64_t tensor_parallel_size;     /* devices that the model is cut over */
   const char *tensor_parallel_devices; /* ordinals, comma-separated; NULL: chosen */
   const char *placement;            /* "prefill=A,decode=B"; NULL: none */
+  bool tensor_parallel_compress;    /* all-reduces of prompts in 8 bits */
   double collective_timeout_s;
+  /* several processes */
+  bool multi_node;
+  int64_t node_rank, node_count;    /* -1, 0: the launcher's environment */
+  const char *leader_address;       /* NULL: likewise */
+  int64_t leader_port;              /* 0: likewise */
+  const char *node_secret;          /* NULL: none, which multi_node refuses */
+  double node_connect_timeout_s;
   /* KV cache */
   const char *kv_cache_dtype;       /* auto|f16|int8|int4|fp4|fp4-sparse */
   int64_t kv_page_budget;           /* 0: half of max_model_len's pages */

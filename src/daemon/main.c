@@ -2,7 +2,8 @@
  *
  * Signals are blocked in every thread and taken here with sigtimedwait. The first SIGTERM or SIGINT starts the drain, a second one ends it
  * at once. SIGHUP has keys and certificates read again. SIGUSR1 is how the loading thread says that it is done. Exit status: 0 after a stop
- * that was asked for, 1 when starting failed. */
+ * that was asked for, 1 when starting failed.
+ * Of the processes of a multi-node model only the first serves; the others follow it (daemon/ranks.h) and end with it. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -15,6 +16,7 @@
 #include "base/log.h"
 #include "daemon/actions.h"
 #include "daemon/notify.h"
+#include "daemon/ranks.h"
 #include "daemon/service.h"
 
 struct loader {
@@ -153,7 +155,9 @@ int main(int argc, char **argv)
   }
   log_set_level(level_of(options.log_level));
   json_object_seed(0); /* before any thread */
-  int result = action == OPTIONS_RUN ? serve(&options) : action_run(action, &options, &set);
+  int result;
+  if (action != OPTIONS_RUN) result = action_run(action, &options, &set);
+  else result = ranks_follows(&options) ? ranks_follow(&options) : serve(&options);
   option_set_fini(&set);
   return result;
 }

@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/mapfile.h"
 #include "base/mem.h"
+#include "daemon/ranks.h"
 #include "tensor/gguf.h"
 
 #define AUDIT_QUEUE_BYTES (64 << 20)      /* lines that may wait for a slow disk */
@@ -192,26 +193,6 @@ static enum sits_status load_template(struct service *service, const struct sour
 
 /* ---- loading ---- */
 
-/* "0,1" -> one ordinal for each rank. */
-static enum sits_status read_devices(const struct options *o, struct instance_options *out, struct sits_error *err)
-{
-  const char *at = o->tensor_parallel_devices;
-  out->n_ranks = (int32_t)o->tensor_parallel_size;
-  out->collective_timeout_ms = (int32_t)(o->collective_timeout_s * 1000);
-  if (at == NULL) return SITS_OK;
-  for (int32_t r = 0; r < out->n_ranks; r++) {
-    char *end;
-    const long n = strtol(at, &end, 10);
-    if (end == at || n < 0 || n > 255 || *end != (r + 1 < out->n_ranks ? ',' : '\0'))
-      return sits_fail_param(err, SITS_CONFIG, "tensor-parallel-devices",
-                             "tensor-parallel-devices: '%.64s' does not name %d devices", o->tensor_parallel_devices, (int)out->n_ranks);
-    out->devices[r] = (int32_t)n;
-    at = end + 1;
-  }
-  out->has_devices = true;
-  return SITS_OK;
-}
-
 /* "prefill=0,decode=1" */
 static enum sits_status read_placement(const struct options *o, struct instance_options *out, struct sits_error *err)
 {
@@ -266,7 +247,8 @@ static enum sits_status open_instance(struct service *service, struct sits_error
                                      .max_waiting_tokens = o->max_queued_tokens,
                                      .on_events = service->has_wedge ? wedge_on_events : api_on_events,
                                      .events_user = service->has_wedge ? (void *)service : (void *)service->api};
-  enum sits_status status = read_devices(o, &options, err);
+  struct nodes_options nodes;
+  enum sits_status status = ranks_read(o, &nodes, &options, err);
   if (!status) status = read_placement(o, &options, err);
   return status ? status : instance_open(&options, &service->instance, err);
 }
@@ -277,7 +259,7 @@ static int32_t read_retry_after_s(void *context) { return engine_retry_after_s(i
 static int64_t read_heartbeat_age_us(void *context)
 {
   struct sits_engine *engine = instance_engine(context);
-  if (engine_state(engine) == ENGINE_FAILED) return -1;
+  if (engine_state(engine) == ENGINE_FAILED || instance_is_lost(context)) return -1;
   int64_t age_us = clock_monotonic_us() - engine_heartbeat_us(engine);
   return age_us > 0 ? age_us : 0;
 }

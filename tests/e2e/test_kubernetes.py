@@ -153,7 +153,7 @@ def pod_specs():
             if item["metadata"]["name"] == "sits2026" and item["kind"] == "Deployment":
                 yield folder.name, item["spec"]["template"]
             elif item["kind"] == "LeaderWorkerSet":
-                yield folder.name, item["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+                yield folder.name, item["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
 
 
 def test_all_pods_drain_probe_and_are_confined_alike():
@@ -173,6 +173,34 @@ def test_all_pods_drain_probe_and_are_confined_alike():
             assert container["resources"]["limits"]["memory"], name
     assert seen == {"base", *OVERLAYS}
     assert json.dumps(dict(pod_specs())["mig"]).count("nvidia.com/mig-2g.35gb") == 2
+
+
+def test_followers_find_their_leader_and_outlive_its_drain():
+    objects = render(FOLDER / "overlays/multi-node")
+    group = next(o for o in objects if o["kind"] == "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    leader, worker = group["leaderTemplate"], group["workerTemplate"]
+    assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    for key in ("terminationGracePeriodSeconds", "securityContext", "automountServiceAccountToken", "volumes", "tolerations"):
+        assert worker["spec"][key] == leader["spec"][key], key
+    ours, theirs = (t["spec"]["containers"][0] for t in (leader, worker))
+    for key in ("image", "env", "securityContext", "volumeMounts", "resources"):
+        assert theirs[key] == ours[key], key
+    assert int(theirs["lifecycle"]["preStop"]["exec"]["command"][1]) > 5 + 30
+    service = next(o for o in objects if o["kind"] == "Service")
+    assert not service["spec"]["selector"].items() <= worker["metadata"]["labels"].items()  # it serves nothing
+    policy = next(o for o in objects if o["kind"] == "NetworkPolicy" and o["metadata"]["name"] == "sits2026-group")["spec"]
+    together = policy["podSelector"]["matchLabels"]
+    assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == together
+    for template in (leader, worker):
+        assert together.items() <= template["metadata"]["labels"].items()
+        args = template["spec"]["containers"][0]["args"]
+        for index, text in (("0", "1 of 2 processes came"), ("1", "Connection refused")):  # the launcher's names are understood
+            done = subprocess.run([BIN / "sits2026d", *(a for a in args if a != "--device=cuda"), "--port", "0", "--model", TINY,
+                                   "--node-connect-timeout-s", "1", "--leader-port", "1" if index == "1" else "29417"],
+                                  capture_output=True, text=True, timeout=60,
+                                  env={"SITS_NODE_SECRET": "0123456789abcdef", "LWS_WORKER_INDEX": index, "LWS_GROUP_SIZE": "2",
+                                       "LWS_LEADER_ADDRESS": "127.0.0.1"})
+            assert done.returncode == 1 and text in done.stderr, done.stderr
 
 
 def test_selectors_meet_and_metrics_exist(tiny):

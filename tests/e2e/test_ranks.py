@@ -1,7 +1,11 @@
-"""A model cut over several ranks (of the CPU): the same answers, sizes that do not divide, and a rank that hangs."""
+"""A model cut over ranks of the CPU, threads of one process or processes: the same answers, what is refused, ranks that are lost."""
 import os
+import signal
+import socket
 import subprocess
 import time
+
+import pytest
 
 from conftest import BIN, SLOW, TINY
 
@@ -39,3 +43,127 @@ def test_a_hung_rank_ends_requests_and_turns_health_red(launch):
     server.stop()
     again = launch(TINY, "--tensor-parallel-size", 2, "--collective-timeout-s", 60)
     assert again.complete(**GREEDY)[0] == 200
+
+
+def test_compressed_shares(launch):
+    server = launch(TINY, "--tensor-parallel-size", 2, "--tensor-parallel-compress", "--collective-timeout-s", 60)
+    assert server.complete(prompt="Once upon a time, " * 80, **GREEDY)[0] == 200
+    done = subprocess.run([BIN / "sits2026d", "--model", TINY, "--port", "0", "--tensor-parallel-compress"], capture_output=True,
+                          timeout=60 * SLOW)
+    assert done.returncode == 1 and "tensor-parallel-size is 1" in done.stderr.decode(), done.stderr
+
+
+# ---- processes ----
+
+SECRET = "a secret of the tests"
+
+
+@pytest.fixture
+def follow():
+    """Start followers; they are killed at the end if they still run."""
+    processes = []
+
+    def make(port, rank=1, count=2, secret=SECRET, **env):
+        launcher = {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes.append(subprocess.Popen([BIN / "sits2026d", "--model", TINY, "--multi-node", "--threads", "1",
+                                           "--node-connect-timeout-s", str(60 * SLOW)], stderr=subprocess.PIPE,
+                                          env={**os.environ, **launcher, "SITS_NODE_SECRET": secret, **env}))
+        return processes[-1]
+
+    yield make
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        process.communicate()
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def leader(launch, port, *options, count=2, **more):
+    return launch(TINY, "--multi-node", "--node-rank", 0, "--node-count", count, "--leader-address", "127.0.0.1", "--leader-port",
+                  port, "--threads", 1, *options, env={**os.environ, "SITS_NODE_SECRET": SECRET}, **more)
+
+
+def test_two_processes_answer_as_one(tiny, launch, follow):
+    port = free_port()
+    follower = follow(port)
+    server = leader(launch, port, "--collective-timeout-s", 60, "--swap-space", "1MiB")
+    for prompt in ["Once upon a time", "Lily and Tom", "The big dog was"]:
+        want, got = (s.complete(prompt, **GREEDY)[1]["choices"][0]["text"] for s in (tiny, server))
+        assert got == want
+    server.wait_quiet()
+    assert server.stop() == 0
+    assert follower.wait(30 * SLOW) == 0
+    assert b"the leader has stopped" in follower.stderr.read()
+
+
+def test_a_killed_process_ends_requests_and_turns_health_red(launch, follow):
+    port = free_port()
+    follower = follow(port)
+    server = leader(launch, port, "--collective-timeout-s", 2)
+    assert server.complete(max_tokens=3)[0] == 200
+    follower.kill()
+    end = time.monotonic() + 10 * SLOW
+    while server.get("/health/ready")[0] == 200:  # idle: no request tells
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert server.get("/health/live")[0] == 503
+    begin = time.monotonic()
+    assert server.complete(**GREEDY)[0] == 503
+    assert time.monotonic() - begin < 10 * SLOW
+    server.stop()
+
+
+def test_a_process_that_stands_still_ends_requests(launch, follow):
+    port = free_port()
+    follower = follow(port)
+    server = leader(launch, port, "--collective-timeout-s", 2)
+    follower.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    assert server.complete(**GREEDY)[0] == 503
+    assert time.monotonic() - begin < 10 * SLOW
+    assert server.get("/health/ready")[0] == 503
+    server.stop()
+    follower.send_signal(signal.SIGCONT)
+    assert follower.wait(30 * SLOW) == 1
+
+
+def test_a_killed_leader_ends_its_followers(launch, follow):
+    port = free_port()
+    follower = follow(port)
+    server = leader(launch, port)
+    server.process.kill()
+    assert follower.wait(10 * SLOW) == 1
+    assert b"a process is lost" in follower.stderr.read()
+
+
+def test_a_wrong_secret_is_turned_away(launch, follow):
+    port = free_port()
+    stranger = follow(port, secret="another secret, as long")
+    server = leader(launch, port, wait=False)
+    assert stranger.wait(60 * SLOW) == 1
+    assert b"does not know the secret" in stranger.stderr.read()
+    assert server.get("/health/ready")[0] == 503
+    follow(port)
+    server.wait_ready()
+    assert server.complete(max_tokens=3)[0] == 200
+
+
+@pytest.mark.parametrize("options,text", [
+    (["--node-rank", "0", "--node-count", "2", "--node-secret", SECRET], "needs leader-address"),
+    (["--node-rank", "0", "--node-count", "2", "--leader-address", "127.0.0.1"], "needs node-secret"),
+    (["--node-rank", "2", "--node-count", "2", "--leader-address", "127.0.0.1", "--node-secret", SECRET], "process 2 of 2"),
+    (["--node-secret", SECRET, "--leader-address", "127.0.0.1"], "must say which"),
+    (["--node-rank", "0", "--node-count", "2", "--leader-address", "127.0.0.1", "--node-secret", "short"], "16 to 256 bytes"),
+    (["--node-rank", "0", "--node-count", "2", "--leader-address", "127.0.0.1", "--node-secret", SECRET, "--tensor-parallel-size", "4"],
+     "the number of processes"),
+])
+def test_what_multi_node_wants(options, text):
+    done = subprocess.run([BIN / "sits2026d", "--model", TINY, "--port", "0", "--multi-node", "--node-connect-timeout-s", "1",
+                           *options], capture_output=True, timeout=60 * SLOW)
+    assert done.returncode == 1 and text in done.stderr.decode(), done.stderr

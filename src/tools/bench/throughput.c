@@ -20,7 +20,7 @@
 struct throughput_options {
   const char *model, *device, *isa, *recipe, *prefill_weights, *kv_cache_dtype, *prefill, *batch, *json;
   int64_t threads, tensor_parallel_size, context, steps, repeat, prompts, max_batch_tokens;
-  bool unfused, print_plan, sample, no_graphs, one_device;
+  bool unfused, print_plan, sample, no_graphs, one_device, tensor_parallel_compress;
 };
 
 #define AT(field) offsetof(struct throughput_options, field)
@@ -35,6 +35,8 @@ static const struct option_spec specs[] = {
     {"no-graphs", OPTION_BOOL, AT(no_graphs), "false", 0, 0, "", 0, NULL, "Options", "Launch kernels one by one (CUDA)."},
     {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
     {"tensor-parallel-size", OPTION_INT, AT(tensor_parallel_size), "1", 1, 8, "devices", 0, NULL, "Options", "Devices that share it."},
+    {"tensor-parallel-compress", OPTION_BOOL, AT(tensor_parallel_compress), "false", 0, 0, "", 0, NULL, "Options",
+     "They sum prompts' activations in 8 bits."},
     {"one-device", OPTION_BOOL, AT(one_device), "false", 0, 0, "", 0, NULL, "Options", "All of them are device 0, for comparison."},
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4|fp4-sparse", "Options",
      "Cache codec."},
@@ -236,14 +238,15 @@ static json_t *measure_decode(struct steps *steps, const struct throughput_optio
 /* What the backend measured of its all-reduce when it was opened; empty where one device has the whole model. */
 static json_t *collectives_of(const struct runner *runner)
 {
-  static const char *const ways[] = {"push", "bulk", "library"};
+  static const char *const ways[] = {"push", "bulk", "library", "compressed"};
   struct backend_collective rows[64];
   json_t *out = json_array();
   const int32_t n = runner->vtable->collectives ? runner->vtable->collectives(runner->compiled, rows, 64) : 0;
   for (int32_t i = 0; i < n; i++)
-    json_array_append_new(out, json_pack("{s:I, s:f, s:f, s:f, s:f, s:s}", "bytes", (json_int_t)rows[i].n_bytes, "push_us", rows[i].push_us,
-                                         "bulk_us", rows[i].bulk_us, "library_us", rows[i].library_us, "library_alone_us",
-                                         rows[i].library_alone_us, "chosen", ways[rows[i].chosen]));
+    json_array_append_new(out, json_pack("{s:I, s:f, s:f, s:f, s:f, s:f, s:s}", "bytes", (json_int_t)rows[i].n_bytes, "push_us",
+                                         rows[i].push_us, "bulk_us", rows[i].bulk_us, "library_us", rows[i].library_us,
+                                         "library_alone_us", rows[i].library_alone_us, "compressed_us", rows[i].compressed_us,
+                                         "chosen", ways[rows[i].chosen]));
   return out;
 }
 
@@ -286,6 +289,7 @@ static int measure(const struct throughput_options *options, const int64_t *prom
       .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .recipe = options->recipe,
           .prefill_weights = options->prefill_weights,
           .no_graphs = options->no_graphs, .n_ranks = (int32_t)options->tensor_parallel_size, .has_devices = options->one_device,
+          .compress_reduce = options->tensor_parallel_compress,
           .max_batch_tokens = (int32_t)most_tokens,
                   .max_seqs = (int32_t)most_seqs}};
   int status = 1;

@@ -21,7 +21,7 @@ struct eval_options {
   const char *model, *models, *text, *ids, *prompts, *tasks, *out, *calibration;
   const char *device, *isa, *kv_cache_dtype;
   int64_t threads, tensor_parallel_size, ctx, windows, skip_windows, batch_tokens, top, max_tokens, calibration_windows, kv_page_budget;
-  bool json, unfused, one_device, add_special, parse_special, ignore_eos;
+  bool json, unfused, one_device, tensor_parallel_compress, add_special, parse_special, ignore_eos;
   /* NULL, or: told when a session is open, before its first step (for measurements that change the cache). */
   enum sits_status (*on_open)(struct eval_session *session, struct sits_error *err);
 };

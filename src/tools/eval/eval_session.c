@@ -44,7 +44,8 @@ enum sits_status eval_session_open(struct eval_session *s, const struct eval_opt
       .model_path = options->model, .device = options->device, .kv_codec = options->kv_cache_dtype, .unfused = options->unfused,
       .backend = {.n_threads = (int32_t)options->threads, .max_batch_tokens = s->max_tokens,
                   .max_seqs = max_rows > n_slots ? max_rows : n_slots, .isa = options->isa,
-                  .n_ranks = (int32_t)options->tensor_parallel_size, .has_devices = options->one_device}};
+                  .n_ranks = (int32_t)options->tensor_parallel_size, .has_devices = options->one_device,
+                  .compress_reduce = options->tensor_parallel_compress}};
   enum sits_status status = runner_open(&s->runner, &runner, err);
   if (status) return status; /* nothing is open */
   if (max_length > s->runner.model->config.max_context)

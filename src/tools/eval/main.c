@@ -39,6 +39,7 @@ static const struct option_spec specs[] = {
     ENUM("isa", isa, "auto", "auto|scalar|avx2|avx512", "CPU instruction set."),
     INT("threads", threads, "0", 0, 1024, "threads", "CPU worker threads. 0: one per core."),
     INT("tensor-parallel-size", tensor_parallel_size, "1", 1, 8, "devices", "Devices that share the model."),
+    BOOL("tensor-parallel-compress", tensor_parallel_compress, "They sum the activations of more than 256 tokens a step in 8 bits."),
     BOOL("one-device", one_device, "All of them are device 0, for comparison."),
     ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|f32|int8|int4|fp4|fp4-sparse", "How keys and values are stored."),
     INT("kv-page-budget", kv_page_budget, "0", 0, 1 << 24, "pages", "fp4-sparse: pages that a sequence keeps; 0: all."),
