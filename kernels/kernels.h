@@ -406,9 +406,11 @@ K_FN size_t k_reduce_bulk_bytes(int32_t n_ranks, int32_t rows, int32_t width) { 
 /* Flags of one rank and set: a batch, of one row at least, has one for each CTA that shares it, eight at most. */
 K_FN int32_t k_reduce_flags(int32_t rows) { return rows * 8; }
 K_FN size_t k_reduce_flag_bytes(int32_t n_ranks, int32_t rows) { return (size_t)2 * n_ranks * k_reduce_flags(rows) * sizeof(uint32_t); }
-/* CTAs of the BULK protocols that should share a row, and how many fit an SM. */
+/* CTAs of the BULK protocols that should share a row, and how many fit an SM (BULK_S8 takes fewer registers). */
 K_FN int32_t k_reduce_bulk_split(int32_t width) { return width <= 4096 ? 1 : width <= 8192 ? 2 : 4; }
-K_FN int32_t k_reduce_bulk_per_sm(int32_t width, int32_t split) { return width <= 4096 * (split > 1 ? split : 1) ? 3 : 1; }
+K_FN int32_t k_reduce_bulk_per_sm(int32_t width, int32_t split, enum k_reduce_protocol protocol) {
+  return width > 4096 * (split > 1 ? split : 1) ? 1 : protocol == K_REDUCE_BULK_S8 ? 4 : 3;
+}
 /* How many CTAs should share a row: as many as give each thread eight values, more while the device has room. */
 int32_t k_reduce_split(int32_t width, int32_t n_tokens, int32_t n_sm);
 int sits_k_reduce_init(void);

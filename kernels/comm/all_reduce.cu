@@ -32,7 +32,6 @@
 namespace {
 constexpr int THREADS = 512;      /* that hold a row in a CTA of PUSH, at most */
 constexpr int BULK_THREADS = 256;
-constexpr int BULK_PER_SM = 3;    /* CTAs: one that sends and two that receive */
 constexpr int ROWS = 4;           /* of a BULK batch, at most */
 constexpr int FLIGHT = 2;         /* rows that a sender loads before it stores the first */
 constexpr int S8_LANES = K_GROUP / 8; /* neighbouring threads that hold a run with one scale */
@@ -371,7 +370,7 @@ SITS_DEV void begin_call(const k_reduce &p, uint32_t &epoch, bool &is_lost) { /*
 }
 
 template <int N, int PROTOCOL>
-__global__ void __launch_bounds__(BULK_THREADS, N <= 2 ? BULK_PER_SM : 1)
+__global__ void __launch_bounds__(BULK_THREADS, N > 2 ? 1 : PROTOCOL == K_REDUCE_BULK_S8 ? 4 : 3) /* k_reduce_bulk_per_sm */
     bulk_kernel(const __grid_constant__ k_reduce p, const __grid_constant__ bulk_plan plan) {
   __shared__ float scratch[128];
   __shared__ float2 pairs[16];

@@ -48,7 +48,8 @@ void group_abort(struct group *group);
 bool group_is_aborted(const struct group *group);
 /* *word becomes 1 when the group is aborted; NULL takes it back. One word a rank. */
 void group_watch(struct group *group, int32_t rank, volatile int32_t *word);
-/* fn is called once when the group is aborted, on the thread that aborts it; NULL takes it back, after which it is not running. */
+/* fn is called once when the group is aborted, on the thread that aborts it, and must not block; NULL takes it back, after which it is not
+ * running. */
 void group_on_abort(struct group *group, int32_t rank, void (*fn)(void *user), void *user);
 
 #endif

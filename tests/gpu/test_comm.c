@@ -305,7 +305,7 @@ static float time_reduce(enum k_reduce_protocol protocol, int32_t n_devices, int
     a->h = gpu_zeros(n * 4), a->gain = gpu_zeros(width * 4);
     a->out = (struct k_act){K_ACT_ROW_F16, gpu_alloc(n * 2), NULL, 0, NULL};
     if (protocol != K_REDUCE_PUSH) a->split = k_reduce_bulk_split(width);
-    if (n_devices > 1 && protocol != K_REDUCE_PUSH) a->max_ctas *= k_reduce_bulk_per_sm(width, a->split);
+    if (n_devices > 1 && protocol != K_REDUCE_PUSH) a->max_ctas *= k_reduce_bulk_per_sm(width, a->split, protocol);
     gpu_check_call(cudaDeviceSynchronize(), "set up");
     gpu_check_call(cudaStreamBeginCapture(s.stream[r], cudaStreamCaptureModeThreadLocal), "capture");
     for (int32_t i = 0; i < CALLS; i++) gpu_check_call(sits_k_reduce(a, at(&s, r, n_devices > 1)), "sits_k_reduce");

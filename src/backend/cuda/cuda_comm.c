@@ -99,14 +99,22 @@ static enum sits_status connect(struct backend_program *p, const struct addresse
   return SITS_OK;
 }
 
-/* Whoever finds a rank lost ends what NCCL waits for. */
+static void *abort_thread(void *arg)
+{
+  nccl_comm_abort(arg);
+  return NULL;
+}
+
+/* Whoever finds a rank lost ends what NCCL waits for. Kernels end at once, but the library's call returns only when the graphs that hold
+ * its kernels are gone, so that it has a thread of its own. */
 static void abort_nccl(void *user)
 {
   struct cuda_comm *c = user;
   struct nccl_comm *nccl = atomic_exchange(&c->nccl, NULL);
   if (nccl == NULL) return;
   *c->lost_word = 1;
-  nccl_comm_abort(nccl);
+  c->has_aborter = pthread_create(&c->aborter, NULL, abort_thread, nccl) == 0;
+  if (!c->has_aborter) log_error("cuda", "no thread to abort NCCL: its kernels wait for ever");
 }
 
 static enum sits_status open_nccl(struct cuda_comm *c, struct sits_error *err)
@@ -174,6 +182,7 @@ void cuda_comm_close(struct backend_program *p)
   if (c == NULL) return;
   group_watch(c->group, c->rank, NULL);
   group_on_abort(c->group, c->rank, NULL, NULL);
+  if (c->has_aborter) pthread_join(c->aborter, NULL); /* the graphs are gone */
   struct nccl_comm *nccl = atomic_exchange(&c->nccl, NULL);
   if (nccl != NULL) {
     if (c->backend->is_failed || group_is_aborted(c->group)) nccl_comm_abort(nccl);
@@ -223,7 +232,7 @@ enum sits_status cuda_comm_reduce_by(struct backend_program *p, enum comm_way wa
   a.split = split;
   if (way == COMM_BULK || way == COMM_S8) {
     a.split = p->backend->compute_major == 9 ? k_reduce_bulk_split(c->width) : 1;
-    if (!c->is_shared) a.max_ctas *= k_reduce_bulk_per_sm(c->width, a.split);
+    if (!c->is_shared) a.max_ctas *= k_reduce_bulk_per_sm(c->width, a.split, a.protocol);
   }
   a.gain = gain;
   if (out != NULL && !is_grid) a.out = *out;

@@ -8,6 +8,7 @@
 #ifndef SITS_BACKEND_CUDA_COMM_H
 #define SITS_BACKEND_CUDA_COMM_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 
 #include "backend/cuda/cuda_internal.h"
@@ -37,6 +38,8 @@ struct cuda_comm {
   void *half;                       /* [T][E] f16 */
   volatile int32_t *abort_word, *lost_word; /* pinned */
   struct nccl_comm *_Atomic nccl;   /* NULL: not there; taken away by whoever aborts the group */
+  pthread_t aborter;                /* runs nccl_comm_abort */
+  bool has_aborter;
   struct comm_measure table[COMM_MAX_MEASURES]; /* ascending n_tokens */
   int32_t n_measures;
   int64_t n_steps;
