@@ -177,7 +177,9 @@ struct backend_vtable {
    * a backend that cannot. lane_open: SITS_UNSUPPORTED where the kv's codec does not allow it. lane_begin: checks as submit does; what the
    * lane held is given up. The batch and its arrays stay as they are, and the pages it writes nobody else's, until it is done or given
    * up. lane_run computes until the batch is done or go_on(user) says no; it is asked every few hundred microseconds, on the calling
-   * thread. Once *is_done, wait(lane) gives the result, valid until the next lane_begin. */
+   * thread. Once *is_done, wait(lane) gives the result, valid until the next lane_begin. lane_tokens: a chunk of so many computes about as
+   * well as any (0: 128). */
+  int32_t lane_tokens;
   enum sits_status (*lane_open)(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
                                 struct backend_program **out, struct sits_error *err);
   enum sits_status (*lane_begin)(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch);

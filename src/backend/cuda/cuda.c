@@ -127,9 +127,7 @@ static bool is_token(const struct backend_program *p, int32_t token, int32_t n_d
   return token >= 0 ? token < p->program->dims.n_vocab : -1 - token < n_drawn;
 }
 
-/* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. n_drawn: rows that the batch in flight
- * draws. */
-static bool is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, int32_t n_drawn)
+bool cuda_batch_is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, int32_t n_drawn)
 {
   const struct program_dims *d = &p->program->dims;
   const struct kv_geometry *g = &kv->geometry;
@@ -232,6 +230,26 @@ static enum sits_status copy_results(struct backend_program *p, const struct cud
   return CUDA_CALL(backend, cudaMemcpyAsync(p->host_logits, p->logits, bytes, cudaMemcpyDeviceToHost, backend->stream));
 }
 
+enum sits_status cuda_batch_start(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *b,
+                                  const struct cuda_slot *slot, const struct cuda_inputs *in, int32_t *host, int32_t n_seqs)
+{
+  fill_inputs(kv, b, in, host, n_seqs, cuda_has_fast_decode(p, kv));
+  enum sits_status status = CUDA_CALL(p->backend, cudaEventRecord(slot->started, p->backend->stream));
+  if (status == SITS_OK) status = cuda_comm_stall_if_due(p);
+  if (status == SITS_OK) status = copy_inputs(p, slot, b, in, host);
+  if (status != SITS_OK || b->sample == NULL || b->n_rows == 0) return status;
+  return copy_samples(p, slot, b, n_seqs > b->n_seqs ? n_seqs : b->n_rows);
+}
+
+enum sits_status cuda_batch_finish(struct backend_program *p, struct cuda_slot *slot, const struct backend_batch *b)
+{
+  slot->is_sampled = b->sample != NULL;
+  slot->has_logits = brings_logits(b);
+  slot->n_rows = b->n_rows;
+  const enum sits_status status = copy_results(p, slot, b);
+  return status == SITS_OK ? CUDA_CALL(p->backend, cudaEventRecord(slot->done, p->backend->stream)) : status;
+}
+
 /* Cached tokens in all from which decode attention is bound by bandwidth rather than latency. */
 #define LONG_TOKENS 16384
 
@@ -246,7 +264,7 @@ static bool is_long_batch(const struct backend_batch *b)
 static enum sits_status enqueue(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *b)
 {
   struct backend *backend = p->backend;
-  const struct cuda_slot *slot = &p->slots[p->next_slot];
+  struct cuda_slot *slot = &p->slots[p->next_slot];
   const bool has_fast_decode = cuda_has_fast_decode(p, kv), is_decode = is_decode_batch(b);
   const bool is_capturable =
       is_decode && !backend->options.no_graphs && (has_fast_decode || !k_attn_prefill_takes(p->program->dims.head_dim));
@@ -254,37 +272,27 @@ static enum sits_status enqueue(struct backend_program *p, struct backend_kv *kv
   struct cuda_inputs *in = bucket > 0 ? &p->decode : &p->general;
   for (int32_t s = 0; s < b->n_seqs && is_decode; s++)
     cuda_kept_written(kv, b->block_table[(int64_t)s * b->table_stride + b->positions[s] / KV_PAGE_TOKENS]);
-  int32_t *host = in->host[p->next_slot];
-  fill_inputs(kv, b, in, host, bucket > 0 ? bucket : b->n_seqs, has_fast_decode);
-  enum sits_status status = CUDA_CALL(backend, cudaEventRecord(slot->started, backend->stream));
-  if (status == SITS_OK) status = cuda_comm_stall_if_due(p);
-  if (status == SITS_OK) status = copy_inputs(p, slot, b, in, host);
-  if (status == SITS_OK && b->sample != NULL && b->n_rows > 0) status = copy_samples(p, slot, b, bucket > 0 ? bucket : b->n_rows);
+  enum sits_status status = cuda_batch_start(p, kv, b, slot, in, in->host[p->next_slot], bucket > 0 ? bucket : b->n_seqs);
   if (status == SITS_OK && bucket > 0)
     status = cuda_graph_run(p, kv, bucket, b->sample != NULL, is_long_batch(b) && b->n_seqs <= CUDA_FAST_TOKENS);
   else if (status == SITS_OK) {
-    struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, is_long_batch(b), b, -1, 0};
+    struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, is_long_batch(b), b, -1, 0, NULL};
     if (!is_decode) step.kept_seq = cuda_kept_choose(kv, b, &step.kept_page);
     status = cuda_run(p, kv, &step, (struct k_stream){(struct CUstream_st *)backend->stream, true});
   }
-  if (status == SITS_OK) status = copy_results(p, slot, b);
-  return status == SITS_OK ? CUDA_CALL(backend, cudaEventRecord(slot->done, backend->stream)) : status;
+  return status == SITS_OK ? cuda_batch_finish(p, slot, b) : status;
 }
 
 static enum sits_status cuda_submit(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *b)
 {
   const struct cuda_slot *before = p->n_pending > 0 ? slot_before(p) : NULL;
-  struct cuda_slot *slot = &p->slots[p->next_slot];
   if (p->backend->is_failed) return SITS_DEVICE;
   cuda_enter(p->backend);
   if (p->n_pending == CUDA_IN_FLIGHT || (before != NULL && before->has_logits && brings_logits(b))) return SITS_INVALID_ARGUMENT;
-  if (!is_valid(p, kv, b, before != NULL && before->is_sampled ? before->n_rows : 0)) return SITS_INVALID_ARGUMENT;
+  if (!cuda_batch_is_valid(p, kv, b, before != NULL && before->is_sampled ? before->n_rows : 0)) return SITS_INVALID_ARGUMENT;
   enum sits_status status = cuda_fault_step(p->backend);
   if (status == SITS_OK) status = enqueue(p, kv, b);
   if (status != SITS_OK) return status;
-  slot->is_sampled = b->sample != NULL;
-  slot->has_logits = brings_logits(b);
-  slot->n_rows = b->n_rows;
   p->next_slot = (p->next_slot + 1) % CUDA_IN_FLIGHT;
   p->n_pending++;
   return SITS_OK;
@@ -303,7 +311,7 @@ static enum sits_status cuda_wait(struct backend_program *p, struct backend_resu
   p->n_pending--;
   *result = (struct backend_result){.logits = slot->has_logits ? p->host_logits : NULL,
                                     .tokens = slot->is_sampled ? slot->host_sampled : NULL,
-                                    .compute_us = (int64_t)(ms * 1000.f)};
+                                    .compute_us = p->lane != NULL ? cuda_lane_us(p) : (int64_t)(ms * 1000.f)};
   return SITS_OK;
 }
 
@@ -336,6 +344,10 @@ const struct backend_vtable backend_cuda = {
     .kv_sent = cuda_kv_sent,
     .submit = cuda_submit,
     .wait = cuda_wait,
+    .lane_tokens = CUDA_LANE_TOKENS,
+    .lane_open = cuda_lane_open,
+    .lane_begin = cuda_lane_begin,
+    .lane_run = cuda_lane_run,
     .stats = cuda_stats,
     .choose_devices = cuda_choose_devices,
     .collectives = cuda_comm_table,

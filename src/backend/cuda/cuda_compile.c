@@ -143,7 +143,7 @@ static enum sits_status load_rope(struct backend_program *p, struct sits_error *
   return CUDA_CALL(p->backend, cudaMemcpy(inv_freq, rope->inv_freq, bytes, cudaMemcpyHostToDevice));
 }
 
-static bool make_inputs(struct backend_program *p, struct cuda_inputs *in, int32_t max_tokens, int32_t max_seqs)
+bool cuda_make_inputs(struct backend_program *p, struct cuda_inputs *in, int32_t max_tokens, int32_t max_seqs)
 {
   in->max_tokens = max_tokens;
   in->max_seqs = max_seqs;
@@ -164,6 +164,13 @@ static bool make_inputs(struct backend_program *p, struct cuda_inputs *in, int32
 
 static size_t padded(int32_t cols) { return (size_t)k_blocks(cols) * K_GROUP; }
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }
+
+size_t cuda_slab_bytes(const struct backend_program *p)
+{
+  const size_t t = (size_t)p->max_tokens + 128, width = (size_t)p->program->dims.n_embd;
+  const size_t small = t < 384 ? t : 384; /* most tokens that are multiplied with split sums */
+  return most(t * width, small * 8 * most(width, (size_t)p->layers[0].qkv->rows)) * sizeof(float);
+}
 
 static bool make_workspaces(struct backend_program *p)
 {
@@ -187,7 +194,6 @@ static bool make_workspaces(struct backend_program *p)
     if (w->form == CUDA_W4 && (w != p->embed || w == p->head))
       expanded = most(expanded, (size_t)w->rows * padded(w->cols) * (cuda_is_wide_e4m3(p, w) ? 1 : 2));
   }
-  const size_t small = t < 384 ? t : 384; /* most tokens that are multiplied with split sums */
   ok = ok && (p->h = cuda_memory_alloc(b, p, t * (size_t)d->n_embd * sizeof(float))) != NULL;
   ok = ok && (p->act = cuda_memory_alloc(b, p, t * widest * 2)) != NULL;
   const size_t scales = most(t, (size_t)(CUDA_GRAPH_TOKENS + 64) * (widest / K_GROUP)); /* per token, or per token and group */
@@ -198,9 +204,7 @@ static bool make_workspaces(struct backend_program *p)
   ok = ok && (p->q = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
   ok = ok && (p->attn = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
   ok = ok && (p->gate_up = cuda_memory_alloc(b, p, t * (size_t)layer->gate_up->rows * 2)) != NULL;
-  ok = ok &&
-       (p->slabs = cuda_memory_alloc(
-            b, p, most(t * (size_t)d->n_embd, small * 8 * most((size_t)d->n_embd, (size_t)layer->qkv->rows)) * sizeof(float))) != NULL;
+  ok = ok && (p->slabs = cuda_memory_alloc(b, p, cuda_slab_bytes(p))) != NULL;
   ok = ok && (p->expanded = cuda_memory_alloc(b, p, expanded)) != NULL;
   ok = ok && (p->logits = cuda_memory_alloc(b, p, (size_t)cuda_lt_rows(p->max_rows) * (size_t)d->n_vocab * sizeof(float))) != NULL;
   ok = ok && (p->host_logits = cuda_pinned_alloc(b, p, r * (size_t)d->n_vocab * sizeof(float))) != NULL;
@@ -211,10 +215,10 @@ static bool make_workspaces(struct backend_program *p)
   ok = ok && (p->prefill_workspace = cuda_memory_alloc(b, p, k_attn_prefill_workspace_bytes(b->n_sm, d->head_dim))) != NULL;
   ok = ok && (p->attn_counters = cuda_memory_alloc(b, p, r * (size_t)d->n_kv_heads * sizeof(int32_t))) != NULL;
   const int32_t seqs = p->max_rows, graph = seqs < CUDA_GRAPH_TOKENS ? seqs : CUDA_GRAPH_TOKENS;
-  return ok && make_inputs(p, &p->general, p->max_tokens, seqs) && make_inputs(p, &p->decode, graph, graph);
+  return ok && cuda_make_inputs(p, &p->general, p->max_tokens, seqs) && cuda_make_inputs(p, &p->decode, graph, graph);
 }
 
-static enum sits_status make_slots(struct backend_program *p, struct sits_error *err)
+enum sits_status cuda_make_slots(struct backend_program *p, struct sits_error *err)
 {
   struct backend *b = p->backend;
   const size_t r = (size_t)p->max_rows;
@@ -263,7 +267,7 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
   if (status == SITS_OK && !make_workspaces(p))
     status =
         sits_fail(err, SITS_NOMEM, "cuda: workspaces for %d tokens and %d sequences do not fit the device", p->max_tokens, p->max_rows);
-  if (status == SITS_OK) status = make_slots(p, err);
+  if (status == SITS_OK) status = cuda_make_slots(p, err);
   if (status == SITS_OK) status = cuda_resident_load(p, err);
   if (status == SITS_OK) status = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream));
   if (status == SITS_OK) status = cuda_comm_open(p, err);
@@ -290,7 +294,10 @@ void cuda_program_destroy(struct backend_program *p)
     if (p->slots[i].done) (void)cudaEventDestroy(p->slots[i].done);
   }
   cuda_memory_free_owner(p->backend, p);
-  mem_free(p->weights);
-  mem_free(p->layers);
+  if (p->lane == NULL) {
+    mem_free(p->weights);
+    mem_free(p->layers);
+  }
+  mem_free(p->lane);
   mem_free(p);
 }

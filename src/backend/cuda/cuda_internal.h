@@ -11,7 +11,7 @@
  * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_blas.c
  * (cuBLASLt at run time), cuda_graph.c (captured steps),
  * cuda_kv.c (pages), cuda_kept.c (a long prompt's expanded keys), cuda_act.c (rounded activations),
- * cuda_resident.c (expanded weights that stay).
+ * cuda_resident.c (expanded weights that stay), cuda_lane.c (a prompt's chunk in slices).
  */
 #ifndef SITS_BACKEND_CUDA_INTERNAL_H
 #define SITS_BACKEND_CUDA_INTERNAL_H
@@ -33,6 +33,7 @@
 #define CUDA_LT_WORKSPACE (64u << 20)
 #define CUDA_MAX_LT_PLANS 1024         /* a power of two */
 #define CUDA_MAX_GRAPHS 64
+#define CUDA_LANE_TOKENS 1024        /* a chunk that computes nearly as well as any, in pieces of about a millisecond */
 #define CUDA_IN_FLIGHT 2             /* batches submitted and not waited for */
 
 enum cuda_recipe { CUDA_RECIPE_AUTO, CUDA_RECIPE_W4A16, CUDA_RECIPE_W4A8 };
@@ -136,13 +137,18 @@ struct backend_program {
   struct cuda_slot slots[CUDA_IN_FLIGHT];
   int32_t next_slot, n_pending;     /* slot of the next batch; batches in flight, the oldest first */
   struct backend_stats stats;
+  struct cuda_lane *lane;           /* this is a lane (cuda_lane.c): weights and scratch are another program's; else NULL */
   struct cuda_comm *comm;           /* collectives of a rank; NULL: this device has the whole model (cuda_comm.h) */
 };
+
+/* Layers of one piece of a lane's run, and the sums that the piece before left for the next norm. */
+struct cuda_span { int32_t from, to, n_slabs; };
 
 /* See cuda_kept.c. */
 struct cuda_kept {
   int64_t capacity;                 /* tokens; 0: nothing is ever kept */
   void *k, *v;                      /* [L][G][capacity][D] f16, tiled where the prefill kernel wants that */
+  bool is_held;                     /* by a lane whose batch has not run through: nobody else's prompt is kept meanwhile */
   int32_t n_tokens, n_pages;        /* kept now */
   int32_t *pages;                   /* [n_pages] of the prompt, in order */
   bool *is_kept;                    /* [pages of the pool] */
@@ -203,6 +209,11 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
                               struct sits_error *err);
 void cuda_program_destroy(struct backend_program *program);
 
+/* Parts of a compiled program that a lane has for itself. */
+bool cuda_make_inputs(struct backend_program *p, struct cuda_inputs *in, int32_t max_tokens, int32_t max_seqs);
+size_t cuda_slab_bytes(const struct backend_program *p); /* f32 sums of max_tokens tokens, for the next norm or split products */
+enum sits_status cuda_make_slots(struct backend_program *p, struct sits_error *err) SITS_MUST_CHECK;
+
 /* ---- cuda_gemm.c: y = W x for activations in the form the weight wants ---- */
 enum cuda_gemm_output { CUDA_GEMM_F16, CUDA_GEMM_F32, CUDA_GEMM_SLABS, CUDA_GEMM_SWIGLU };
 /* How a step of n rows multiplies this weight: the form its activations must be in. */
@@ -240,6 +251,7 @@ struct cuda_step {
   bool is_long;                     /* so many cached tokens that attention wants more CTAs than the fused kernel has */
   const struct backend_batch *batch; /* NULL while capturing */
   int32_t kept_seq, kept_page;      /* sequence whose expanded keys are kept, or -1; its first page that is not there yet */
+  struct cuda_span *span;           /* a lane's piece; NULL: all layers */
 };
 /* One-token sequences go through the fused int4 decode kernel. */
 bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_kv *kv);
@@ -264,6 +276,26 @@ void cuda_kept_fini(struct backend_kv *kv);
  * not a decode step, and cuda_kept_written for every page that a decode step or anyone else writes. */
 int32_t cuda_kept_choose(struct backend_kv *kv, const struct backend_batch *batch, int32_t *first_page);
 void cuda_kept_written(struct backend_kv *kv, int32_t page);
+/* A lane's batch begins (after its own cuda_kept_choose), and ends; where it did not run through, not all layers have what is kept. */
+void cuda_kept_hold(struct backend_kv *kv);
+void cuda_kept_release(struct backend_kv *kv, bool is_whole);
+
+/* ---- cuda_lane.c ---- */
+enum sits_status cuda_lane_open(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
+                                struct backend_program **out, struct sits_error *err);
+enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch);
+enum sits_status cuda_lane_run(struct backend_program *lane, bool (*go_on)(void *user), void *user, bool *is_done);
+int64_t cuda_lane_us(const struct backend_program *lane); /* that its newest batch has computed */
+
+/* ---- cuda.c: parts of a submit, for lanes too ---- */
+/* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. n_drawn: rows that the batch in flight
+ * draws. */
+bool cuda_batch_is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, int32_t n_drawn);
+/* Index arrays, block tables and draws to the device: `host` is pinned memory of `in`, n_seqs sequences with padding. */
+enum sits_status cuda_batch_start(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *b,
+                                  const struct cuda_slot *slot, const struct cuda_inputs *in, int32_t *host, int32_t n_seqs) SITS_MUST_CHECK;
+/* Drawn tokens and logits back; notes in the slot what it will bring. */
+enum sits_status cuda_batch_finish(struct backend_program *p, struct cuda_slot *slot, const struct backend_batch *b) SITS_MUST_CHECK;
 
 /* ---- cuda_kv.c ---- */
 uint64_t cuda_kv_page_bytes(const struct kv_geometry *geometry);

@@ -87,7 +87,7 @@ int32_t cuda_kept_choose(struct backend_kv *kv, const struct backend_batch *b, i
   struct cuda_kept *kept = &kv->kept;
   *first_page = 0;
   if (kept->capacity == 0) return -1;
-  const int32_t s = choose(kept, b);
+  const int32_t s = kept->is_held ? -1 : choose(kept, b);
   written_by_others(kv, b, s);
   if (s < 0) return s;
   const int32_t n_pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS, *table = b->block_table + (int64_t)s * b->table_stride;
@@ -98,4 +98,12 @@ int32_t cuda_kept_choose(struct backend_kv *kv, const struct backend_batch *b, i
   kept->n_pages = n_pages;
   kept->n_tokens = b->kv_len[s];
   return s;
+}
+
+void cuda_kept_hold(struct backend_kv *kv) { kv->kept.is_held = true; }
+
+void cuda_kept_release(struct backend_kv *kv, bool is_whole)
+{
+  if (kv->kept.is_held && !is_whole) drop(&kv->kept);
+  kv->kept.is_held = false;
 }

@@ -334,9 +334,10 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
 {
   const struct program_dims *d = &p->program->dims;
   const int32_t n = step->n_tokens, heads = d->n_heads * d->head_dim;
-  int32_t n_slabs = p->comm != NULL ? COMM_EMBED : 0;
-  TRY(embed(p, step, 0, 0, at));
-  for (int32_t l = 0; l < d->n_layers; l++) {
+  const int32_t first = step->span != NULL ? step->span->from : 0, end = step->span != NULL ? step->span->to : d->n_layers;
+  int32_t n_slabs = step->span != NULL ? step->span->n_slabs : p->comm != NULL ? COMM_EMBED : 0;
+  if (first == 0) TRY(embed(p, step, 0, 0, at));
+  for (int32_t l = first; l < end; l++) {
     const struct cuda_layer *layer = &p->layers[l];
     struct k_act x = cuda_act_form(p, layer->qkv, n);
     TRY(norm(p, step, n_slabs, layer->attn_gain, &x, at));
@@ -357,7 +358,8 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
     TRY(cuda_gemm_swiglu(p, layer->gate_up, layer->down, n, &x, &products, at));
     TRY(multiply_joined(p, layer->down, n, &products, &n_slabs, at));
   }
-  return step->n_rows > 0 ? head(p, step, n_slabs, at) : SITS_OK;
+  if (step->span != NULL) step->span->n_slabs = n_slabs;
+  return end == d->n_layers && step->n_rows > 0 ? head(p, step, n_slabs, at) : SITS_OK;
 }
 
 enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
@@ -367,6 +369,7 @@ enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, cons
     TRY(run_fast(p, kv, step, at));
   else
     TRY(run_general(p, kv, step, at));
+  if (step->span != NULL && step->span->to < p->program->dims.n_layers) return SITS_OK;
   if (p->comm != NULL && step->n_rows > 0) TRY(cuda_comm_gather(p, step->n_rows, at));
   if (!step->is_sampled || step->n_rows == 0) return SITS_OK;
   const int32_t vocab = p->program->dims.n_vocab;
