@@ -85,9 +85,10 @@ enum sits_status alps_create(const struct alps_options *options, struct alps **o
     return SITS_NOMEM;
   }
   init_tables(alps);
-  alps_cost_init(&alps->cost, &options->prior);
+  alps_cost_init(&alps->cost, &options->prior, options->tile_tokens);
   alps->margin = 0.96;
   alps->slice_id = -1;
+  alps->slice_ratio = 1;
   alps->sequence_cap = options->max_seqs;
   alps->next_order = 1;
   *out = alps;
@@ -292,15 +293,24 @@ static void note_verify(struct alps *alps, const struct alps_plan *plan, double 
   *l = (struct alps_line){KEEP * l->n + 1, KEEP * l->x + x, KEEP * l->xx + x * x, KEEP * l->y + step_us, KEEP * l->xy + x * step_us};
 }
 
+void alps_note_slice(struct alps *alps, const struct alps_plan *plan, int64_t own_us)
+{
+  alps->slice_spent_us += own_us;
+  const double pass = (double)own_us / alps->options.class_weight[plan->slice_class];
+  alps->classes[plan->slice_class].pass += pass;
+  alps->before.pass[plan->slice_class] += pass; /* it has run, also if the rest of the plan is dropped */
+  if (!plan->slice_ended || alps->slice_work.n_prompt_tokens == 0) return;
+  double ratio = (double)alps->slice_spent_us / alps_cost_predict(&alps->cost, &alps->slice_work);
+  alps->slice_ratio += 0.2 * (fmin(ratio, 4) - alps->slice_ratio);
+}
+
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
   double items_us = (double)(step_us - plan->sliced_us);
-  int32_t n_read = plan->work.n_prompt_tokens + (plan->slice_ended ? plan->slice.n_tokens : 0);
+  int32_t n_read = plan->work.n_prompt_tokens + plan->ended_tokens + (plan->slice_ended ? plan->slice.n_tokens : 0);
   alps_cost_observe(&alps->cost, &plan->work, items_us);
+  if (plan->slice.id >= 0) alps_note_slice(alps, plan, plan->sliced_us - plan->ended_us);
   if (n_read > 0 || plan->sliced_us > 0) alps_note_reading(alps, n_read, (double)step_us);
-  if (plan->sliced_us > 0) {
-    alps->classes[plan->slice_class].pass += (double)plan->sliced_us / alps->options.class_weight[plan->slice_class];
-  }
   note_verify(alps, plan, items_us);
   alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {

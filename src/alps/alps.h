@@ -50,7 +50,9 @@ struct alps_options {
   int32_t max_batch_tokens;    /* T of a step */
   int32_t max_rows;            /* R of a step */
   int32_t chunk_tokens;        /* ALPS_CHUNKED: T of a step; 0 = 2048 */
+  int32_t tile_tokens;         /* the device computes tokens of prompts in tiles of so many; 0 = one by one */
   int32_t slice_tokens;        /* longest chunk that is read in slices; 0 = the caller cannot */
+  bool slices_by_rate;         /* also where a chunk alone is read about as fast, by the cost model, as what fits beside the decodes */
   int32_t page_tokens;         /* P */
   int32_t n_pages;             /* N */
   int32_t page_budget;         /* most pages that a sequence keeps (kv/kv_sparse.h), 0 = no limit */
@@ -103,9 +105,13 @@ struct alps_plan {
   bool slice_begins;           /* it is a new one; what another had begun would be given up */
   int32_t slice_class;
   int64_t slice_us;
-  /* Set by the caller before alps_report. */
-  int64_t sliced_us;           /* that the slice took */
+  int32_t slice_pages;         /* of n_reserved_pages, for the slice */
+  /* Set by the caller before alps_report and alps_plan_more. */
+  int64_t sliced_us;           /* that the slice took; behind alps_plan_more all slices of the step */
   bool slice_ended;            /* the chunk is computed */
+  /* alps_plan_more's own: slices of the step that have ended already. */
+  int64_t ended_us;
+  int32_t ended_tokens;
 };
 
 struct alps_counts {
@@ -133,6 +139,10 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
                            struct alps_plan *plan) SITS_MUST_CHECK;
 /* The plan's items will not run: something more urgent has come while its slice ran (report that as a plan without items first). */
 void alps_drop_plan(struct alps *alps);
+/* The plan's slice has ended (alps_update has been told of its entry, which now decodes if it has drawn): its next token joins the plan.
+ * has_time: what is left of the step's time goes to other prompts, as a new slice or as items behind the decodes. True: plan->slice is to
+ * be run; else there is none any more. Only where slices_by_rate. */
+bool alps_plan_more(struct alps *alps, int32_t n_available, bool has_time, alps_admit_fn admit, void *user, struct alps_plan *plan);
 /* After the step: the entry's counts. copy_pages: pages its next write needs beyond new ones (1 when its last page is shared). */
 void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);
 /* The chunk in slices is given up: it could not begin. Pre-empting or removing its entry says so by itself. */

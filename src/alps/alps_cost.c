@@ -16,15 +16,24 @@ static const double PLAUSIBLE = 1.2;      /* filters whose error is so near the 
 static const double ERROR_RATE = 0.02;    /* of the moving average that ranks the filters */
 static const double KNEES[ALPS_COST_KNEES] = {0, 16, 48, 96, 192};
 /* What a first step is assumed to hold, where it holds less: keeps unseen coefficients from starting with a huge variance. */
-static const double TYPICAL[ALPS_COST_TERMS] = {1, 4, 4, 16, 16};
+static const double TYPICAL[ALPS_COST_TERMS] = {1, 4, 4, 16, 16, 1};
 
-static void features(const struct alps_cost_filter *f, const struct alps_cost_work *work, double x[ALPS_COST_TERMS])
+/* Tokens that the device computes for so many. */
+static int32_t in_tiles(int32_t tile, int32_t n_tokens)
 {
+  return tile > 0 && n_tokens > tile ? (n_tokens + tile - 1) / tile * tile : n_tokens;
+}
+
+static void features(const struct alps_cost *cost, const struct alps_cost_filter *f, const struct alps_cost_work *work,
+                     double x[ALPS_COST_TERMS])
+{
+  const int32_t n_tokens = work->n_decode + work->n_prompt_tokens;
   x[0] = 1;
   x[1] = work->n_decode;
   x[2] = (double)work->decode_kv_tokens / 1024;
-  x[3] = fmax(0, work->n_decode + work->n_prompt_tokens - f->knee);
+  x[3] = fmax(0, (work->n_prompt_tokens > 0 ? in_tiles(cost->tile, n_tokens) : n_tokens) - f->knee);
   x[4] = work->prompt_depth / 1024;
+  x[5] = cost->tile > 0 && work->n_prompt_tokens > 0;
 }
 
 static double predict(const struct alps_cost_filter *f, const double x[ALPS_COST_TERMS])
@@ -34,10 +43,11 @@ static double predict(const struct alps_cost_filter *f, const double x[ALPS_COST
   return sum;
 }
 
-void alps_cost_init(struct alps_cost *cost, const struct alps_cost_coefficients *prior)
+void alps_cost_init(struct alps_cost *cost, const struct alps_cost_coefficients *prior, int32_t tile)
 {
   memset(cost, 0, sizeof *cost);
-  const double w[ALPS_COST_TERMS] = {prior->fixed_us, prior->per_seq_us, prior->per_kv_us, prior->per_token_us, prior->per_depth_us};
+  cost->tile = tile;
+  const double w[ALPS_COST_TERMS] = {prior->fixed_us, prior->per_seq_us, prior->per_kv_us, prior->per_token_us, prior->per_depth_us, 0};
   double sum = 0;
   for (int i = 0; i < ALPS_COST_TERMS; i++) sum += w[i];
   for (int k = 0; k < ALPS_COST_KNEES; k++) {
@@ -53,7 +63,7 @@ double alps_cost_predict(const struct alps_cost *cost, const struct alps_cost_wo
 {
   const struct alps_cost_filter *f = &cost->filters[cost->best];
   double x[ALPS_COST_TERMS];
-  features(f, work, x);
+  features(cost, f, work, x);
   return predict(f, x);
 }
 
@@ -91,7 +101,7 @@ static double project(const struct alps_cost_filter *f, const double x[ALPS_COST
  * give, so that a poor first guess does not hide behind the bound. */
 static void correct(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], double step_us, double noise, bool is_settled)
 {
-  bool moves[ALPS_COST_TERMS] = {true, true, true, true, true}, again = true;
+  bool moves[ALPS_COST_TERMS] = {true, true, true, true, true, true}, again = true;
   for (int round = 0; again && round < ALPS_COST_TERMS; round++) {
     double px[ALPS_COST_TERMS], s = project(f, x, moves, noise, px), predicted = predict(f, x), innovation = step_us - predicted;
     if (is_settled && innovation > predicted) innovation = predicted; /* a hiccup, not the machine */
@@ -134,7 +144,7 @@ static bool is_surprise(struct alps_cost_filter *f, double innovation, double va
 
 static void update(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], double step_us, bool is_settled, bool has_prompt)
 {
-  static const bool all[ALPS_COST_TERMS] = {true, true, true, true, true};
+  static const bool all[ALPS_COST_TERMS] = {true, true, true, true, true, true};
   double px[ALPS_COST_TERMS], noise = NOISE_SHARE * step_us, s = project(f, x, all, noise, px);
   /* The knees differ in steps with prompts only, so only those rank them; the error of the others still shows a filter that is lost. */
   double error = fmin(fabs(step_us - predict(f, x)) / step_us, 2 * LOST);
@@ -158,7 +168,7 @@ void alps_cost_observe(struct alps_cost *cost, const struct alps_cost_work *work
   for (int k = 0; k < ALPS_COST_KNEES; k++) {
     struct alps_cost_filter *f = &cost->filters[k];
     double x[ALPS_COST_TERMS];
-    features(f, work, x);
+    features(cost, f, work, x);
     if (cost->n_observations == 0 || !(f->error < LOST)) first(f, x, step_us);
     else update(f, x, step_us, cost->n_observations > COST_SETTLED, work->n_prompt_tokens > 0);
   }
@@ -179,6 +189,25 @@ static double chunk_of(const struct alps_cost_filter *f, double budget_us, int32
   return linear > 0 ? budget_us / linear : limit;
 }
 
+/* The longest chunk that fills whole tiles, together with the n_before tokens of the step, and adds no more than left_us. */
+static double tiles_of(const struct alps_cost *cost, const struct alps_cost_filter *f, const struct alps_cost_work *work, double left_us,
+                       int32_t depth, int32_t limit)
+{
+  const int32_t n_before = work->n_decode + work->n_prompt_tokens;
+  double x[ALPS_COST_TERMS], before_us, best = 0;
+  features(cost, f, work, x);
+  before_us = predict(f, x);
+  for (int32_t end = (n_before / cost->tile + 1) * cost->tile; best < limit; end += cost->tile) {
+    const int32_t n = end - n_before < limit ? end - n_before : limit;
+    struct alps_cost_work with = *work;
+    alps_cost_add_chunk(&with, n, depth);
+    features(cost, f, &with, x);
+    if (predict(f, x) - before_us > left_us) break;
+    best = n;
+  }
+  return best;
+}
+
 int32_t alps_cost_chunk(const struct alps_cost *cost, const struct alps_cost_work *work, double budget_us, double floor_us, int32_t depth,
                         int32_t limit)
 {
@@ -187,10 +216,17 @@ int32_t alps_cost_chunk(const struct alps_cost *cost, const struct alps_cost_wor
     const struct alps_cost_filter *f = &cost->filters[k];
     double x[ALPS_COST_TERMS];
     if (k != cost->best && f->error > plausible) continue;
-    features(f, work, x);
+    features(cost, f, work, x);
     double left_us = fmax(budget_us - predict(f, x), floor_us);
     if (left_us <= 0) return 0;
-    least = fmin(least, chunk_of(f, left_us, work->n_decode + work->n_prompt_tokens, depth, limit));
+    const int32_t n_before = work->n_decode + work->n_prompt_tokens;
+    double n = cost->tile > 0 ? tiles_of(cost, f, work, left_us, depth, limit) : 0;
+    if (n == 0) { /* without tiles, or within the first */
+      double part_us = work->n_prompt_tokens == 0 && cost->tile > 0 ? left_us - f->w[5] : left_us;
+      n = part_us > 0 ? chunk_of(f, part_us, n_before, depth, limit) : 0;
+      if (cost->tile > 0 && n > cost->tile - n_before % cost->tile) n = cost->tile - n_before % cost->tile;
+    }
+    least = fmin(least, n);
   }
   return least > 0 ? (int32_t)least : 0;
 }

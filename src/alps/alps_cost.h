@@ -2,6 +2,10 @@
  *
  *   step_us = fixed + per_seq * decodes + per_kv * cached tokens read by decodes / 1024
  *                   + per_token * max(0, tokens - knee) + per_depth * sum(prompt tokens x mean depth) / 1024
+ *                   + prompt, on a device with tiles, where there are prompt tokens at all
+ *
+ * A device that computes tokens in tiles takes as long for a few of a tile as for all: beyond one tile, tokens of steps with prompts
+ * count up to the end of theirs. Its steps without prompts take another path, so "prompt" is what the first prompt token adds.
  *
  * Up to the knee a step's linear layers are bound by reading the weights and another token costs nothing. The knee is not linear in the
  * data, so a bank of filters with different knees learns side by side, and the one that has predicted best of late is used. Each is a
@@ -13,7 +17,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define ALPS_COST_TERMS 5
+#define ALPS_COST_TERMS 6
 #define ALPS_COST_KNEES 5
 
 struct alps_cost_coefficients { double fixed_us, per_seq_us, per_kv_us, per_token_us, per_depth_us; };
@@ -35,12 +39,13 @@ struct alps_cost_filter {
 };
 
 struct alps_cost {
+  int32_t tile;                                 /* tokens; 0 = none */
   struct alps_cost_filter filters[ALPS_COST_KNEES];
   int32_t best;                                 /* the filter in use */
   uint64_t n_observations;
 };
 
-void alps_cost_init(struct alps_cost *cost, const struct alps_cost_coefficients *prior);
+void alps_cost_init(struct alps_cost *cost, const struct alps_cost_coefficients *prior, int32_t tile);
 double alps_cost_predict(const struct alps_cost *cost, const struct alps_cost_work *work);
 void alps_cost_observe(struct alps_cost *cost, const struct alps_cost_work *work, double step_us);
 /* The longest chunk at this depth with which a step that holds `work` already takes no longer than budget_us, or that adds no more than

@@ -78,6 +78,10 @@ struct alps {
   int32_t n_prefill;
   int32_t slice_id;             /* entry whose chunk is being read in slices, -1 none */
   int32_t slice_n;              /* its tokens */
+  struct alps_cost_work slice_work; /* the chunk alone, */
+  int64_t slice_spent_us;       /* and the time that it has taken so far */
+  double slice_ratio;           /* what chunks in slices took, by what the cost model predicts for them alone */
+  struct { double budget_us, budget_lower_us, floor_us; int32_t busiest, tokens_left, rows_left; } rest; /* of the plan with a slice */
   struct alps_item *items;
   int32_t *victims;
   uint64_t next_order;
@@ -111,6 +115,7 @@ void alps_timely_remove(struct alps *alps, int32_t id);
 /* Give up the longest waiting prompts until the rest, and running_tokens before them, can be read within the target. */
 void alps_forgo(struct alps *alps, int64_t running_tokens);
 bool alps_is_hopeless(const struct alps *alps, int32_t id);
+void alps_note_slice(struct alps *alps, const struct alps_plan *plan, int64_t own_us); /* the plan's slice took own_us */
 void alps_note_reading(struct alps *alps, int32_t n_tokens, double step_us);
 
 /* Tokens that a waiting entry will have to compute, as far as is known. */

@@ -20,6 +20,7 @@ static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs 
 
 enum { FIRST_TOKENS = 256 }; /* of the very first step, of whose time nothing is known */
 enum { MIXED_TOKENS = 64 }; /* a chunk of at least so many computes about as well beside the decodes as any */
+static const double SLICE_SHARE = 0.8; /* by_rate: slices are taken where they read so much of what a chunk promises: the clock ends them */
 
 struct planner {
   struct alps *alps;
@@ -322,8 +323,9 @@ static int32_t admit_next(struct planner *p, int32_t service_class, alps_admit_f
 }
 
 /* Round a chunk that does not end its prompt down to what matrix kernels like. */
-static int32_t round_chunk(int32_t n_tokens)
+static int32_t round_chunk(const struct alps *alps, int32_t n_tokens)
 {
+  if (alps->options.tile_tokens > 0) return n_tokens; /* the cost model knows */
   if (n_tokens >= 256) return n_tokens / 64 * 64;
   if (n_tokens >= 128) return n_tokens / 16 * 16;
   return n_tokens;
@@ -361,7 +363,17 @@ static int32_t chunk_for(const struct planner *p, const struct alps_entry *e)
   int32_t left = e->request.n_known - e->n_computed, n = room_for(p, e);
   if (n == left && p->rows_left == 0) n--;
   n = chunk_by_time(p, e->request.service_class, e->n_computed, n);
-  return n < left ? round_chunk(n) : n;
+  return n < left ? round_chunk(p->alps, n) : n;
+}
+
+/* Tokens that the step's time would read of a chunk in slices, by what the chunk takes alone. */
+static double sliced_tokens(const struct planner *p, const struct alps_entry *e, int32_t n_chunk)
+{
+  const struct alps_cost *cost = &p->alps->cost;
+  struct alps_cost_work alone = {0};
+  alps_cost_add_chunk(&alone, n_chunk, e->n_computed);
+  const double budget_us = e->request.service_class > p->busiest ? p->budget_lower_us : p->budget_us;
+  return n_chunk * (budget_us - alps_cost_predict(cost, &p->plan->work)) / (p->alps->slice_ratio * alps_cost_predict(cost, &alone));
 }
 
 /* Whether the entry's prompt is better read in slices than by the n tokens that there is time for now. */
@@ -373,7 +385,12 @@ static bool wants_slices(const struct planner *p, int32_t id, int32_t n)
   if (alps->slice_id >= 0 || alps->options.slice_tokens == 0 || alps->options.policy != ALPS_BUDGET || e->request.wants_rows ||
       alps->options.page_budget > 0 || !isfinite(p->budget_us))
     return false;
-  return n < MIXED_TOKENS && n < room_for(p, e) && n < alps->options.slice_tokens;
+  int32_t n_chunk = room_for(p, e);
+  if (n_chunk > alps->options.slice_tokens) n_chunk = alps->options.slice_tokens;
+  if (n >= n_chunk) return false;
+  if (n < MIXED_TOKENS) return true;
+  return alps->options.slices_by_rate && p->plan->n_items == p->plan->n_decode && p->plan->n_decode > 0 &&
+         sliced_tokens(p, e, n_chunk) > SLICE_SHARE * n;
 }
 
 /* The rest of the step's time goes to a chunk in slices. */
@@ -391,6 +408,7 @@ static void plan_slice(struct planner *p, int32_t id)
     int32_t need = page_need(alps, e, n);
     p->n_available -= need;
     plan->n_reserved_pages += need;
+    plan->slice_pages = need;
   }
   plan->slice = (struct alps_item){.id = id, .n_tokens = n, .is_last = n == left};
   plan->slice_class = e->request.service_class;
@@ -558,6 +576,71 @@ void alps_drop_plan(struct alps *alps)
   }
 }
 
+/* The slice goes on until it has ended; what alps_plan_more goes on from. */
+static void note_planned_slice(const struct planner *p)
+{
+  struct alps *alps = p->alps;
+  const struct alps_plan *plan = p->plan;
+  if (plan->slice.id < 0) return;
+  if (plan->slice_begins) {
+    alps->slice_spent_us = 0;
+    alps->slice_work = (struct alps_cost_work){0};
+    alps_cost_add_chunk(&alps->slice_work, plan->slice.n_tokens, alps->entries[plan->slice.id].n_computed);
+  }
+  alps->slice_id = plan->slice.id;
+  alps->slice_n = plan->slice.n_tokens;
+  alps->rest.budget_us = p->budget_us;
+  alps->rest.budget_lower_us = p->budget_lower_us;
+  alps->rest.floor_us = p->floor_us;
+  alps->rest.busiest = p->busiest;
+  alps->rest.tokens_left = p->tokens_left;
+  alps->rest.rows_left = p->rows_left;
+}
+
+/* The entry whose chunk has just ended decodes with the others. */
+static void add_decode(struct planner *p, int32_t id)
+{
+  const struct alps *alps = p->alps;
+  const struct alps_entry *e = &alps->entries[id];
+  if (e->state != ALPS_RUNNING || e->is_held || !alps_is_decoding(e) || p->tokens_left <= 0 || p->rows_left <= 0 ||
+      p->plan->n_items >= alps->options.max_seqs || page_need(alps, e, 1) > p->n_available)
+    return;
+  p->plan->n_reserved_pages += page_need(alps, e, 1);
+  p->n_available -= page_need(alps, e, 1);
+  p->rows_left--;
+  p->plan->n_decode++;
+  add_item(p, id, 1, true);
+  alps_cost_add_decode(&p->plan->work, e->request.n_known);
+}
+
+bool alps_plan_more(struct alps *alps, int32_t n_available, bool has_time, alps_admit_fn admit, void *user, struct alps_plan *plan)
+{
+  if (!alps->options.slices_by_rate || !plan->slice_ended || plan->n_items != plan->n_decode) return false;
+  const int32_t ended = plan->slice.id;
+  alps_note_slice(alps, plan, plan->sliced_us - plan->ended_us);
+  plan->ended_us = plan->sliced_us;
+  plan->ended_tokens += plan->slice.n_tokens;
+  plan->n_reserved_pages -= plan->slice_pages;
+  plan->slice_pages = 0;
+  plan->slice.id = -1;
+  plan->slice_begins = plan->slice_ended = false;
+  struct planner p = {.alps = alps, .plan = plan, .n_available = n_available - plan->n_reserved_pages, .may_admit = true,
+                      .may_decode = true, .tokens_left = alps->rest.tokens_left, .rows_left = alps->rest.rows_left,
+                      .busiest = alps->rest.busiest,
+                      .budget_us = alps->rest.budget_us - (double)plan->sliced_us,
+                      .budget_lower_us = alps->rest.budget_lower_us - (double)plan->sliced_us};
+  add_decode(&p, ended);
+  if (has_time) {
+    gather_prefill(&p);
+    plan_prefill(&p, admit, user);
+  }
+  if (plan->slice.id >= 0) plan->slice_us += plan->sliced_us; /* from the end of the step before, as ever */
+  p.budget_us = alps->rest.budget_us, p.budget_lower_us = alps->rest.budget_lower_us, p.floor_us = alps->rest.floor_us;
+  note_planned_slice(&p);
+  plan->predicted_us = (int64_t)alps_cost_predict(&alps->cost, &plan->work);
+  return plan->slice.id >= 0;
+}
+
 enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user, struct alps_plan *plan)
 {
   alps->now_us = now_us;
@@ -588,10 +671,7 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
     }
   }
   alps->n_again = 0;
-  if (plan->slice.id >= 0) {
-    alps->slice_id = plan->slice.id;
-    alps->slice_n = plan->slice.n_tokens;
-  }
+  note_planned_slice(&p);
   plan->predicted_us = (int64_t)alps_cost_predict(&alps->cost, &plan->work);
   return SITS_OK;
 }

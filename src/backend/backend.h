@@ -180,6 +180,7 @@ struct backend_vtable {
    * thread. Once *is_done, wait(lane) gives the result, valid until the next lane_begin. lane_tokens: a chunk of so many computes about as
    * well as any (0: 128). */
   int32_t lane_tokens;
+  int32_t tile_tokens; /* tokens of a step with prompts are computed in tiles of so many, beyond the first; 0: one by one */
   enum sits_status (*lane_open)(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
                                 struct backend_program **out, struct sits_error *err);
   enum sits_status (*lane_begin)(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch);

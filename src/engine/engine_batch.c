@@ -187,6 +187,11 @@ void engine_plan(struct sits_engine *engine)
   }
 }
 
+bool engine_plan_more(struct sits_engine *engine, bool has_time)
+{
+  return alps_plan_more(engine->alps, kv_available(engine->pages), has_time, admit, engine, &engine->plan);
+}
+
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice)
 {
   engine_slice_drop(engine, choice->id);
@@ -290,11 +295,8 @@ static void add_tables(struct sits_engine *engine)
   }
 }
 
-/* Whether the device can draw the row's token: a plain draw of one sequence. It depends on the request alone, so that what else is in the
- * step never decides who draws. */
-static bool may_device_draw(const struct sits_engine *engine, const struct engine_row *row, struct backend_sample *out)
+bool engine_may_device_draw(const struct engine_choice *choice, const struct engine_row *row, struct backend_sample *out)
 {
-  const struct engine_choice *choice = engine->by_id[engine->plan.items[row->item].id];
   const struct sits_request *request = choice->request;
   const struct engine_draw draw = {.sampling = &request->params.sampling, .n_tokens = row->position + 1,
                                    .n_prompt = request->params.n_prompt, .choice = choice->index};
@@ -310,7 +312,7 @@ static void ask_device(struct sits_engine *engine)
   int32_t n_device = 0;
   for (int32_t r = 0; r < batch->n_rows; r++) {
     struct engine_row *row = &engine->rows[r];
-    row->is_device = may_device_draw(engine, row, &engine->samples[r]);
+    row->is_device = engine_may_device_draw(engine->by_id[engine->plan.items[row->item].id], row, &engine->samples[r]);
     if (!row->is_device) engine->samples[r] = (struct backend_sample){.top_p = 1}; /* greedy, and not looked at */
     n_device += row->is_device;
   }

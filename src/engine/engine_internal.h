@@ -134,6 +134,8 @@ struct engine_slice {
   struct backend_batch batch;     /* [loop] arrays below */
   int32_t *tokens, *positions, *table; /* [most_tokens], [most_tokens], [stride] */
   int32_t seq_start[2], kv_len, row_token;
+  struct backend_sample sample;   /* is_device: the device draws the prompt's token */
+  bool is_device;
   int64_t until_us;               /* [loop] when this step's slice ends */
   int64_t asked_us, gap_us;       /* [loop] when go_on was asked last; how long one more piece may take */
   int32_t n_asked;                /* [loop] in this slice */
@@ -243,12 +245,18 @@ void engine_ring_push(struct engine_ring *ring, const struct sits_event *event);
 /* engine_batch.c */
 void engine_hold_full(struct sits_engine *engine);
 void engine_plan(struct sits_engine *engine);
+bool engine_plan_more(struct sits_engine *engine, bool has_time); /* alps_plan_more */
 void engine_build(struct sits_engine *engine);
 enum sits_status engine_submit_batch(struct sits_engine *engine) SITS_MUST_CHECK;
 enum sits_status engine_wait_batch(struct sits_engine *engine, struct backend_result *result) SITS_MUST_CHECK;
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /* give slot, host pages, id and entry back */
 void engine_tell_filled(struct sits_engine *engine, const struct engine_choice *choice); /* options.pages.filled */
 
+/* Whether the device can draw the row's token: a plain draw of one sequence. It depends on the request alone, so that what else is in the
+ * step never decides who draws. */
+bool engine_may_device_draw(const struct engine_choice *choice, const struct engine_row *row, struct backend_sample *out);
+/* engine_step.c: one on_events call with all requests that have news. */
+void engine_deliver(struct sits_engine *engine);
 /* For backend_batch.progress: user is the engine, and lives. */
 void engine_beat(void *user);
 
@@ -256,6 +264,7 @@ void engine_beat(void *user);
 enum sits_status engine_slice_open(struct sits_engine *engine) SITS_MUST_CHECK;
 void engine_slice_close(struct sits_engine *engine);
 void engine_slice_run(struct sits_engine *engine, int64_t from_us); /* the plan's slice; from_us: when the step before ended */
+bool engine_slice_has_time(const struct sits_engine *engine); /* a piece of another one would be in time */
 void engine_slice_drop(struct sits_engine *engine, int32_t id);     /* that entry's chunk, if it has one, is not wanted any more */
 
 /* engine_draft.c */

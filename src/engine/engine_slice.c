@@ -16,7 +16,8 @@ enum sits_status engine_slice_open(struct sits_engine *engine)
   const struct engine_options *o = &engine->options;
   struct engine_slice *slice = &engine->slice;
   struct sits_error err;
-  int32_t n = o->max_num_batched_tokens < SLICE_TOKENS ? o->max_num_batched_tokens : SLICE_TOKENS;
+  int32_t n = o->vtable->lane_tokens > 0 ? o->vtable->lane_tokens : SLICE_TOKENS;
+  if (n > o->max_num_batched_tokens) n = o->max_num_batched_tokens;
   slice->id = -1;
   atomic_init(&engine->inbox_class, SITS_CLASS_COUNT);
   if (!o->vtable->lane_open || o->policy != ALPS_BUDGET) return SITS_OK;
@@ -47,6 +48,14 @@ void engine_slice_drop(struct sits_engine *engine, int32_t id)
   if (choice->slot >= 0) kv_commit(engine->pages, choice->slot, choice->tokens + choice->n_computed, 0); /* gives back what was reserved */
 }
 
+/* While a piece computes on a device that the engine overlaps with: the last step's tokens go out. */
+static void progress(void *user)
+{
+  struct sits_engine *engine = user;
+  engine_beat(engine);
+  if (engine->options.overlap) engine_deliver(engine);
+}
+
 /* Take the pages of the planned chunk and start it. False: it cannot begin. */
 static bool begin(struct sits_engine *engine)
 {
@@ -70,11 +79,13 @@ static bool begin(struct sits_engine *engine)
   slice->seq_start[1] = item->n_tokens;
   slice->kv_len = end;
   slice->row_token = item->n_tokens - 1;
+  const struct engine_row row = {.position = end - 1, .is_draw = true};
+  slice->is_device = vtable->can_sample && engine_may_device_draw(choice, &row, &slice->sample);
   slice->batch = (struct backend_batch){
       .n_tokens = item->n_tokens, .n_seqs = 1, .n_rows = item->is_last && choice->request->params.sampling.max_tokens > 0,
       .tokens = slice->tokens, .positions = slice->positions, .seq_start = slice->seq_start, .kv_len = &slice->kv_len,
-      .block_table = slice->table, .table_stride = engine->stride, .row_token = &slice->row_token, .progress = engine_beat,
-      .progress_user = engine};
+      .block_table = slice->table, .table_stride = engine->stride, .row_token = &slice->row_token,
+      .sample = slice->is_device ? &slice->sample : NULL, .progress = progress, .progress_user = engine};
   if (status == SITS_OK) status = vtable->lane_begin(slice->lane, engine->options.kv, &slice->batch);
   slice->id = item->id;
   if (status != SITS_OK) {
@@ -114,7 +125,7 @@ static void end(struct sits_engine *engine)
     engine_fail(engine, status);
     return;
   }
-  engine->rows[0] = (struct engine_row){.position = slice->kv_len - 1, .is_draw = true};
+  engine->rows[0] = (struct engine_row){.position = slice->kv_len - 1, .is_draw = true, .is_device = slice->is_device};
   engine->plan.items = &item;
   engine->plan.n_items = 1;
   engine->batch.n_rows = slice->batch.n_rows;
@@ -140,5 +151,11 @@ void engine_slice_run(struct sits_engine *engine, int64_t from_us)
   const enum sits_status status = engine->options.vtable->lane_run(slice->lane, go_on, engine, &is_done);
   if (status != SITS_OK) engine_fail(engine, status);
   else if (is_done) end(engine);
-  engine->plan.sliced_us = clock_monotonic_us() - started_us;
+  engine->plan.sliced_us += clock_monotonic_us() - started_us;
+}
+
+bool engine_slice_has_time(const struct sits_engine *engine)
+{
+  const struct engine_slice *slice = &engine->slice;
+  return clock_monotonic_us() + slice->gap_us <= slice->until_us;
 }

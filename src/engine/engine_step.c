@@ -96,7 +96,7 @@ static void expire(struct sits_engine *engine)
   }
 }
 
-static void deliver(struct sits_engine *engine)
+void engine_deliver(struct sits_engine *engine)
 {
   if (engine->n_news == 0) return;
   for (int32_t i = 0; i < engine->n_news; i++) engine->news[i]->has_news = false;
@@ -128,7 +128,7 @@ static void reclaim(struct sits_engine *engine)
 /* What the host does while the device computes: the last step's tokens go out, arrivals are queued. */
 static void overlap(struct sits_engine *engine)
 {
-  deliver(engine);
+  engine_deliver(engine);
   reclaim(engine);
   take_arrivals(engine);
   engine_stats_publish(engine);
@@ -168,9 +168,12 @@ static void run_slices(struct sits_engine *engine)
 {
   int64_t from_us = engine->is_continuous ? engine->last_step_end_us : engine->step_started_us;
   while (engine->plan.slice.id >= 0) {
-    engine_slice_run(engine, from_us);
-    if (atomic_load(&engine->state) == ENGINE_FAILED) return;
-    const bool is_urgent = atomic_load(&engine->inbox_class) < engine->plan.slice_class;
+    bool is_urgent;
+    do {
+      engine_slice_run(engine, from_us);
+      if (atomic_load(&engine->state) == ENGINE_FAILED) return;
+      is_urgent = atomic_load(&engine->inbox_class) < engine->plan.slice_class;
+    } while (!is_urgent && engine->plan.slice_ended && engine_plan_more(engine, engine_slice_has_time(engine)));
     if (engine->plan.n_items > 0 && !is_urgent) return;
     engine->plan.n_items = engine->plan.n_decode = 0;
     engine->plan.work = (struct alps_cost_work){0};
@@ -207,7 +210,7 @@ bool engine_step(struct sits_engine *engine)
   }
   /* With overlap the tokens of a step go out while the next one computes, which begins at once. */
   if (!has_work || !engine->options.overlap || atomic_load(&engine->state) == ENGINE_FAILED) {
-    deliver(engine);
+    engine_deliver(engine);
     reclaim(engine);
     engine_stats_publish(engine);
   }

@@ -28,7 +28,7 @@ struct world {
   int32_t n_pages_free;
   int64_t now_us;
   int32_t slice_tokens, slice_id, slice_n; /* the chunk in slices */
-  int64_t n_slices, n_preempted, n_finished, n_planned, oldest_us;
+  int64_t n_slices, n_more, n_preempted, n_finished, n_planned, oldest_us;
   bool is_twin_turn;
 };
 
@@ -109,9 +109,10 @@ static void admit(void *user, int32_t id, struct alps_admitted *out)
   *out = (struct alps_admitted){.n_computed = 0, .n_pages = 0, .n_available = w->n_pages_free};
 }
 
-static void check_plan(struct world *w, const struct alps_plan *plan)
+/* Items and slice are what their entries allow, and fit tokens, rows and pages. */
+static void check_room(struct world *w, const struct alps_plan *plan, int32_t n_planned_of[N_ENTRIES])
 {
-  int32_t n_tokens = 0, n_rows = 0, n_need = 0, n_planned_of[N_ENTRIES] = {0};
+  int32_t n_tokens = 0, n_rows = 0, n_need = 0;
   assert_in_range(plan->n_items, 0, MAX_SEQS);
   for (int32_t i = 0; i < plan->n_items; i++) {
     const struct alps_item *item = &plan->items[i];
@@ -139,6 +140,12 @@ static void check_plan(struct world *w, const struct alps_plan *plan)
   assert_in_range(n_tokens, 0, MAX_TOKENS);
   assert_in_range(n_rows, 0, MAX_ROWS);
   assert_in_range(n_need, 0, w->n_pages_free);
+}
+
+static void check_plan(struct world *w, const struct alps_plan *plan)
+{
+  int32_t n_planned_of[N_ENTRIES] = {0};
+  check_room(w, plan, n_planned_of);
   int32_t highest = ALPS_CLASSES, n_running = 0;
   for (int32_t i = 0; i < N_ENTRIES; i++) {
     const struct entry *e = &w->entries[i];
@@ -225,9 +232,29 @@ static void execute_slice(struct world *w, struct alps_plan *plan, struct alps_p
   w->slice_id = item.id;
   w->slice_n = item.n_tokens;
   w->n_slices++;
-  plan->sliced_us = twin->sliced_us = 100;
+  plan->sliced_us = twin->sliced_us += 100;
   plan->slice_ended = twin->slice_ended = draw(w, 3) == 0;
   if (plan->slice_ended) execute_item(w, &item);
+}
+
+/* What is left of a slice's time: both planners go on in the same way, within the pages that are there. */
+static void plan_more(struct world *w, struct alps_plan *plan, struct alps_plan *twin)
+{
+  while (plan->slice.id >= 0 && plan->slice_ended && draw(w, 2)) {
+    w->is_twin_turn = false;
+    const bool has_time = draw(w, 4) > 0, is_more = alps_plan_more(w->alps, w->n_pages_free, has_time, admit, w, plan);
+    w->is_twin_turn = true;
+    assert_int_equal(alps_plan_more(w->twin, w->n_pages_free, has_time, admit, w, twin), is_more);
+    assert_int_equal(plan->n_items, twin->n_items);
+    assert_memory_equal(plan->items, twin->items, (size_t)plan->n_items * sizeof *plan->items);
+    assert_memory_equal(&plan->slice, &twin->slice, sizeof plan->slice);
+    if (!is_more && plan->slice.id >= 0) return; /* not on such a plan */
+    int32_t n_planned_of[N_ENTRIES] = {0};
+    check_room(w, plan, n_planned_of);
+    if (!is_more) return;
+    w->n_more++;
+    execute_slice(w, plan, twin);
+  }
 }
 
 static void do_step(struct world *w)
@@ -261,6 +288,7 @@ static void do_step(struct world *w)
   w->n_planned += plan.n_items;
   assert_memory_equal(&plan.slice, &twin.slice, sizeof plan.slice);
   if (plan.slice.id >= 0) execute_slice(w, &plan, &twin);
+  plan_more(w, &plan, &twin);
   execute(w, &plan);
   alps_report(w->alps, &plan, step_us);
   alps_report(w->twin, &twin, step_us);
@@ -294,13 +322,14 @@ static void release_holds(struct world *w)
   }
 }
 
-static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, int64_t ttft_target_us, int32_t slice_tokens, bool with_faults)
+static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, int64_t ttft_target_us, int32_t slice_tokens,
+                bool slices_by_rate, bool with_faults)
 {
   static struct world the_world;
   struct world *w = &the_world;
   struct alps_options options = {.max_entries = N_ENTRIES, .max_seqs = MAX_SEQS, .max_batch_tokens = MAX_TOKENS, .max_rows = MAX_ROWS,
                                  .page_tokens = P, .n_pages = N_PAGES, .itl_target_us = itl_target_us,
-                                 .ttft_target_us = ttft_target_us, .slice_tokens = slice_tokens};
+                                 .ttft_target_us = ttft_target_us, .slice_tokens = slice_tokens, .slices_by_rate = slices_by_rate};
   memset(w, 0, sizeof *w);
   w->slice_tokens = slice_tokens;
   w->random = seed;
@@ -323,6 +352,7 @@ static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, int6
   assert_true(w->n_preempted > 0);
   assert_true(w->n_finished > 100);
   assert_true(slice_tokens == 0 || w->n_slices > 100);
+  assert_true(slices_by_rate ? w->n_more > 20 : w->n_more == 0);
   alps_destroy(w->alps);
   alps_destroy(w->twin);
 }
@@ -335,16 +365,17 @@ static int64_t setting(const char *name, int64_t fallback)
 
 static void test_million(void **state)
 {
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1), setting("SITS_PROPERTY_OPS", 1000000) / 4, 0, 0, 0, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 5, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 0, 0, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 9, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 60000, 0, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 13, setting("SITS_PROPERTY_OPS", 1000000) / 4, 1500, 60000, 48, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1), setting("SITS_PROPERTY_OPS", 1000000) / 4, 0, 0, 0, false, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 5, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 0, 0, false, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 9, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 60000, 0, false, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 13, setting("SITS_PROPERTY_OPS", 1000000) / 4, 1500, 60000, 48, false, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 17, setting("SITS_PROPERTY_OPS", 1000000) / 4, 3000, 60000, 200, true, false);
 }
 
 static void test_without_memory(void **state)
 {
-  run(3, setting("SITS_PROPERTY_OPS", 1000000) / 10, 4000, 60000, 0, true);
-  run(4, setting("SITS_PROPERTY_OPS", 1000000) / 20, 1500, 0, 32, true);
+  run(3, setting("SITS_PROPERTY_OPS", 1000000) / 10, 4000, 60000, 0, false, true);
+  run(4, setting("SITS_PROPERTY_OPS", 1000000) / 20, 1500, 0, 32, false, true);
 }
 
 static void test_creation_survives_no_memory(void **state)

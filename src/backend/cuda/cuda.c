@@ -345,6 +345,7 @@ const struct backend_vtable backend_cuda = {
     .submit = cuda_submit,
     .wait = cuda_wait,
     .lane_tokens = CUDA_LANE_TOKENS,
+    .tile_tokens = CUDA_TILE_TOKENS,
     .lane_open = cuda_lane_open,
     .lane_begin = cuda_lane_begin,
     .lane_run = cuda_lane_run,

@@ -33,6 +33,7 @@
 #define CUDA_LT_WORKSPACE (64u << 20)
 #define CUDA_MAX_LT_PLANS 1024         /* a power of two */
 #define CUDA_MAX_GRAPHS 64
+#define CUDA_TILE_TOKENS 128         /* of the library's 8-bit and 16-bit products */
 #define CUDA_LANE_TOKENS 1024        /* a chunk that computes nearly as well as any, in pieces of about a millisecond */
 #define CUDA_IN_FLIGHT 2             /* batches submitted and not waited for */
 
@@ -293,7 +294,8 @@ int64_t cuda_lane_us(const struct backend_program *lane); /* that its newest bat
 bool cuda_batch_is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, int32_t n_drawn);
 /* Index arrays, block tables and draws to the device: `host` is pinned memory of `in`, n_seqs sequences with padding. */
 enum sits_status cuda_batch_start(struct backend_program *p, struct backend_kv *kv, const struct backend_batch *b,
-                                  const struct cuda_slot *slot, const struct cuda_inputs *in, int32_t *host, int32_t n_seqs) SITS_MUST_CHECK;
+                                  const struct cuda_slot *slot, const struct cuda_inputs *in, int32_t *host,
+                                  int32_t n_seqs) SITS_MUST_CHECK;
 /* Drawn tokens and logits back; notes in the slot what it will bring. */
 enum sits_status cuda_batch_finish(struct backend_program *p, struct cuda_slot *slot, const struct backend_batch *b) SITS_MUST_CHECK;
 

@@ -3,7 +3,7 @@
  *
  * A lane is a copy of its program with what must last from one layer to the next for itself: the residual stream, the sums that the next
  * norm adds, the index arrays, the last row's logits. Everything else is scratch of one layer, shared with the program, for both use one
- * stream and a slice ends between two layers. A piece is one layer or up to MOST_LAYERS of a short chunk; the host waits for each and asks
+ * stream and a slice ends between two layers. A piece is one layer, of a short chunk some; the host waits for each and asks
  * whether to go on, which costs the device some 15 us a piece. While a lane's batch has begun, nobody else's expanded keys are kept
  * (cuda_kept.c): those of the layers to come belong to it.
  */
@@ -13,7 +13,7 @@
 #include "base/clock.h"
 #include "base/mem.h"
 
-#define MOST_LAYERS 4
+#define MOST_SHARE 8         /* a piece has at most one layer in so many */
 #define SHORT_PIECE_US 350   /* below it a piece gets more layers */
 #define LONG_PIECE_US 900    /* above it fewer */
 
@@ -141,7 +141,7 @@ enum sits_status cuda_lane_run(struct backend_program *lane, bool (*go_on)(void 
     const int64_t us = clock_monotonic_us() - start_us;
     if (status != SITS_OK) return status;
     state->compute_us += us;
-    if (us < SHORT_PIECE_US && state->n_layers < MOST_LAYERS) state->n_layers++;
+    if (us < SHORT_PIECE_US && state->n_layers < lane->program->dims.n_layers / MOST_SHARE) state->n_layers++;
     if (us > LONG_PIECE_US && state->n_layers > 1) state->n_layers--;
     if (state->span.from < lane->program->dims.n_layers) continue;
     cuda_kept_release(state->kv, true);

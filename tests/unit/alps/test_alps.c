@@ -25,6 +25,9 @@ struct device {
   double now_us, fixed_us, seq_us, kv_us, token_us, depth_us, noise;
   double history_us;           /* of a step with a chunk, per 1,024 tokens before it: they are read for one token as for many */
   double slice_left_us;        /* of the chunk that is read in slices */
+  int32_t n_more;              /* slices of a step behind its first */
+  int32_t tile;                /* tokens of a step with prompts count in whole tiles */
+  double prompt_us;            /* that the first of them adds */
   uint64_t random;
   double gaps[200000];
   int32_t n_gaps;
@@ -142,12 +145,20 @@ static void run_slice(struct device *d, struct alps_plan *plan)
     s->n_pages = n_pages;
     alps_update(d->alps, plan->slice.id, s->n_known, s->n_computed, s->n_pages, 0);
   }
-  const double us = fmin(d->slice_left_us, (double)plan->slice_us + 20 * uniform(d));
+  const double us = fmin(d->slice_left_us, (double)(plan->slice_us - plan->sliced_us) + 20 * uniform(d));
   d->slice_left_us -= us;
   d->now_us += us;
-  plan->sliced_us = (int64_t)us;
+  plan->sliced_us += (int64_t)us;
   plan->slice_ended = d->slice_left_us <= 0;
   if (plan->slice_ended) compute(d, &plan->slice);
+}
+
+/* Slices until the time is over, as the engine does. */
+static void run_slices(struct device *d, struct alps_plan *plan)
+{
+  do run_slice(d, plan);
+  while (plan->slice_ended && alps_plan_more(d->alps, d->n_pages_free, plan->sliced_us + 100 < plan->slice_us, admit, d, plan) &&
+         ++d->n_more > 0);
 }
 
 /* One step; false when there was nothing to do. */
@@ -164,10 +175,11 @@ static bool step(struct device *d, struct alps_plan *plan)
   if (plan->n_items == 0 && plan->slice.id < 0) return false;
   const struct alps_cost_work *w = &plan->work;
   const double started_us = d->now_us;
-  if (plan->slice.id >= 0) run_slice(d, plan);
+  if (plan->slice.id >= 0) run_slices(d, plan);
   double us = d->fixed_us + d->seq_us * w->n_decode + d->kv_us * (double)w->decode_kv_tokens / 1024 + d->token_us * w->n_prompt_tokens +
               d->depth_us * w->prompt_depth / 1024;
   for (int32_t i = plan->n_decode; i < plan->n_items; i++) us += d->history_us * d->streams[plan->items[i].id].n_computed / 1024;
+  if (d->tile > 0 && w->n_prompt_tokens > 0) us += d->prompt_us + d->token_us * (d->tile - 1 - (plan->n_tokens - 1) % d->tile);
   us *= 1 + d->noise * (2 * uniform(d) - 1);
   if (plan->n_items > 0) d->now_us += us;
   us = d->now_us - started_us;
@@ -274,6 +286,80 @@ static void test_prompt_in_slices(void **state)
     close_device(d);
   }
   assert_true(over[0] > 5000 && took[0] > 3 * took[1]);
+}
+
+/* A device on which a long chunk is cheaper by the token, beside decodes or not, and slices pay where chunks fit too: one long prompt, then
+ * many that end in the middle of a step's time. */
+static void test_slices_by_rate(void **state)
+{
+  double took[2], burst[2];
+  struct alps_plan plan;
+  for (int by_rate = 0; by_rate < 2; by_rate++) {
+    struct alps_options options = options_of(64, 10000);
+    options.slice_tokens = 1024;
+    options.slices_by_rate = by_rate;
+    options.max_seqs = 48;
+    struct device *d = open_device(options);
+    d->fixed_us = 2500;
+    d->seq_us = 20;
+    d->token_us = 14;
+    d->depth_us = 0.5;
+    d->history_us = 150;
+    d->noise = 0.01;
+    for (int i = 0; i < 16; i++) send(d, 200, 3000, 1, 0);
+    for (int i = 0; i < 300; i++) step(d, &plan);
+    d->n_gaps = 0;
+    double started = d->now_us;
+    int32_t id = send(d, 30000, 1, 1, 0);
+    for (int i = 0; i < 20000 && d->streams[id].is_used; i++) step(d, &plan);
+    took[by_rate] = d->now_us - started;
+    assert_true(!by_rate || p99(d->gaps, d->n_gaps) <= 10000);
+    started = d->now_us;
+    for (int i = 0; i < 30; i++) id = send(d, 700, 2, 1, 0);
+    for (int i = 0; i < 20000 && d->streams[id].is_used; i++) step(d, &plan);
+    burst[by_rate] = d->now_us - started;
+    assert_true(!by_rate || p99(d->gaps, d->n_gaps) <= 10000);
+    print_message("%s: 30,000 tokens in %.0f ms, 30 prompts of 700 in %.0f ms, %d slices behind another\n", by_rate ? "by rate" : "chunks",
+                  took[by_rate] * 1e-3, burst[by_rate] * 1e-3, (int)d->n_more);
+    assert_true(by_rate == (d->n_more > 0));
+    close_device(d);
+  }
+  assert_true(took[0] > 1.2 * took[1] && burst[0] > 0.95 * burst[1]);
+}
+
+/* On a device that computes in tiles, chunks that are planned with them fill them, keep the target and read faster. */
+static void test_tiles(void **state)
+{
+  double took[2];
+  struct alps_plan plan;
+  for (int knows = 0; knows < 2; knows++) {
+    struct alps_options options = options_of(64, 10000);
+    options.tile_tokens = knows ? 128 : 0;
+    options.max_seqs = 48;
+    struct device *d = open_device(options);
+    d->fixed_us = 2500;
+    d->seq_us = 20;
+    d->token_us = 11;
+    d->depth_us = 0.1;
+    d->noise = 0.01;
+    d->tile = 128;
+    d->prompt_us = 1500;
+    for (int i = 0; i < 21; i++) send(d, 200, 3000, 1, 0);
+    for (int i = 0; i < 300; i++) step(d, &plan);
+    d->n_gaps = 0;
+    double started = d->now_us;
+    int32_t id = send(d, 30000, 1, 1, 0), n_steps = 0, n_whole = 0;
+    for (; n_steps < 20000 && d->streams[id].is_used; n_steps++) {
+      step(d, &plan);
+      n_whole += plan.n_tokens % 128 == 0;
+    }
+    took[knows] = d->now_us - started;
+    print_message("%s: read in %.0f ms, %d of %d steps in whole tiles, inter-token p99 %.2f of 10 ms\n", knows ? "tiles" : "tokens",
+                  took[knows] * 1e-3, (int)n_whole, (int)n_steps, p99(d->gaps, d->n_gaps) * 1e-3);
+    if (knows) assert_true(p99(d->gaps, d->n_gaps) <= 10000 && n_whole > 0.9 * n_steps);
+    close_device(d);
+  }
+  assert_true(took[1] < took[0]);
 }
 
 /* A higher class whose prompt comes while one of a lower class is read in slices is read beside it, and goes first. */
@@ -470,7 +556,7 @@ static void test_cost_model_learns(void **state)
     struct alps_cost_coefficients none = {0};
     uint64_t random = 3;
     double worst = 0;
-    alps_cost_init(&cost, &none);
+    alps_cost_init(&cost, &none, 0);
     for (int i = 0; i < 3000; i++) {
       random = random * 6364136223846793005u + 1442695040888963407u;
       struct alps_cost_work work = {0};
@@ -509,7 +595,7 @@ static void test_cost_model_follows_the_machine(void **state)
   struct alps_cost_coefficients none = {0};
   uint64_t random = 5;
   double later = 0;
-  alps_cost_init(&cost, &none);
+  alps_cost_init(&cost, &none, 0);
   for (int i = 0; i < 540; i++) {
     random = random * 6364136223846793005u + 1442695040888963407u;
     struct alps_cost_work work = {0};
@@ -622,7 +708,8 @@ int main(void)
       cmocka_unit_test(test_cost_model_learns), cmocka_unit_test(test_cost_model_follows_the_machine),
       cmocka_unit_test(test_heap_sorts), cmocka_unit_test(test_window),
       cmocka_unit_test(test_prompt_rides_along), cmocka_unit_test(test_prompt_in_slices),
-      cmocka_unit_test(test_slices_give_way), cmocka_unit_test(test_no_target_is_no_stall), cmocka_unit_test(test_whole_prompt_stalls),
+      cmocka_unit_test(test_slices_by_rate), cmocka_unit_test(test_tiles), cmocka_unit_test(test_slices_give_way),
+      cmocka_unit_test(test_no_target_is_no_stall), cmocka_unit_test(test_whole_prompt_stalls),
       cmocka_unit_test(test_tenants_get_equal_shares),
       cmocka_unit_test(test_high_class_keeps_its_latency),
       cmocka_unit_test(test_burst_makes_few_late), cmocka_unit_test(test_low_class_is_not_starved),
