@@ -308,10 +308,9 @@ struct k_expand {
 };
 int sits_k_expand(const struct k_expand *args, struct k_stream at);
 
-/* ---- 4-bit GEMMs for 17 and more tokens, 8-bit activations ----
- * sits_k_w4a8 (kernels/gemm/gemm_w4a8.cu): scales of channel[row] * 1..16, an activation scale per token.
- * sits_k_w4a8_tall (kernels/gemm/gemm_w4a8_tall.cu): any G128 scales, an activation scale per token and 128 columns; and the former above
- * 64 tokens where k is not split. */
+/* ---- 4-bit GEMM for 17 and more tokens, 8-bit activations (kernels/gemm/gemm_w4a8.cu) ----
+ * Absorbed: weight scales of channel[row] * 1..16, an activation scale per token. Grouped: any G128 scales, an activation scale per token
+ * and 128 columns. */
 enum k_w4a8_output {
   K_W4A8_SLAB_F32,  /* y[split][n][ld] f32 partial sums */
   K_W4A8_F16,       /* y[n][ld] f16; split must be 1 */
@@ -333,18 +332,13 @@ struct k_w4a8 {
   int32_t ld;
   int64_t slab_stride;
 };
-struct k_w4a8_plan { int32_t tile, n_split, grid_tiles, token_tiles, stages, stage_blocks, smem_bytes; };
+struct k_w4a8_plan { int32_t tile, token_tiles, k_groups, chunk_tiles, n_chunks, n_split, n_items, grid, x_slots, w_slots, scales_at,
+  staging_at, w_at, smem_bytes; };
 bool k_w4a8_plan(const struct k_w4a8 *args, int32_t n_sm, struct k_w4a8_plan *plan);
-int32_t k_w4a8_tile(int32_t n_tokens); /* token tile of K_ACT_TILE_S8: 16, 32, 64, 96 or 128 */
+int32_t k_w4a8_tile(int32_t n_tokens);       /* token tile of K_ACT_TILE_S8: 32, 64, 96 or 128 */
+int32_t k_w4a8_group_tile(int32_t n_tokens); /* token tile of K_ACT_GROUP_S8: 16, 32 or 64 */
 int sits_k_w4a8_init(void);
 int sits_k_w4a8(const struct k_w4a8 *args, int32_t n_sm, struct k_stream at);
-
-struct k_w4a8_tall_plan { int32_t tile, token_tiles, k_groups, chunk_tiles, n_chunks, n_split, n_items, grid, x_slots, w_slots, scales_at,
-  staging_at, w_at, smem_bytes; };
-bool k_w4a8_tall_plan(const struct k_w4a8 *args, int32_t n_sm, struct k_w4a8_tall_plan *plan);
-int32_t k_w4a8_group_tile(int32_t n_tokens); /* token tile of K_ACT_GROUP_S8: 16, 32 or 64 */
-int sits_k_w4a8_tall_init(void);
-int sits_k_w4a8_tall(const struct k_w4a8 *args, int32_t n_sm, struct k_stream at);
 
 /* ---- sampling (kernels/sample/sample.cu) ---- */
 struct k_sample_row {         /* one row's parameters; device array */

@@ -36,11 +36,21 @@ template <int N> __global__ void __launch_bounds__(THREADS) norm_kernel(const __
     for (int i = 0; i < 8; i++) x[k].v[i] = 0.f;
     if (c >= p.width) continue;
     *(float4 *)&x[k].v[0] = __ldcg((const float4 *)(h + c)), *(float4 *)&x[k].v[4] = __ldcg((const float4 *)(h + c) + 1);
-    for (int s = 0; s < p.n_slabs; s++) {
-      const float4 *slab = (const float4 *)(p.slabs + s * p.slab_stride + (size_t)t * p.width + c);
-      const float4 a = __ldcg(slab), b = __ldcg(slab + 1);
-      x[k].v[0] += a.x, x[k].v[1] += a.y, x[k].v[2] += a.z, x[k].v[3] += a.w, x[k].v[4] += b.x, x[k].v[5] += b.y, x[k].v[6] += b.z,
-          x[k].v[7] += b.w;
+#pragma unroll 1
+    for (int s0 = 0; s0 < p.n_slabs; s0 += 4) { /* four slabs in flight */
+      float4 a[4][2];
+#pragma unroll
+      for (int s = 0; s < 4; s++)
+        if (s0 + s < p.n_slabs) {
+          const float4 *slab = (const float4 *)(p.slabs + (s0 + s) * p.slab_stride + (size_t)t * p.width + c);
+          a[s][0] = __ldcg(slab), a[s][1] = __ldcg(slab + 1);
+        }
+#pragma unroll
+      for (int s = 0; s < 4; s++)
+        if (s0 + s < p.n_slabs) {
+          x[k].v[0] += a[s][0].x, x[k].v[1] += a[s][0].y, x[k].v[2] += a[s][0].z, x[k].v[3] += a[s][0].w;
+          x[k].v[4] += a[s][1].x, x[k].v[5] += a[s][1].y, x[k].v[6] += a[s][1].z, x[k].v[7] += a[s][1].w;
+        }
     }
     if (p.n_slabs && !p.row_token) *(float4 *)(h + c) = *(float4 *)&x[k].v[0], *(float4 *)(h + c + 4) = *(float4 *)&x[k].v[4];
 #pragma unroll

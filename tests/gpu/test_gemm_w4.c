@@ -203,26 +203,8 @@ static float *swiglu_of(const float *sums, int32_t n_tokens, int32_t rows)
   return out;
 }
 
-enum w4a8_kind { ABSORBED, TALL_ABSORBED, TALL_GROUPED };
-
-/* The kernel's plan as far as reading its output needs it; false: refused. */
-static bool plan_w4a8(const struct k_w4a8 *a, enum w4a8_kind kind, int32_t *tile, int32_t *token_tiles, int32_t *n_split)
+static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_output output, bool is_grouped)
 {
-  struct k_w4a8_plan plan;
-  struct k_w4a8_tall_plan tall;
-  if (kind == ABSORBED) {
-    if (!k_w4a8_plan(a, n_sm, &plan)) return false;
-    *tile = plan.tile, *token_tiles = plan.token_tiles, *n_split = plan.n_split;
-  } else {
-    if (!k_w4a8_tall_plan(a, n_sm, &tall)) return false;
-    *tile = tall.tile, *token_tiles = tall.token_tiles, *n_split = tall.n_split;
-  }
-  return true;
-}
-
-static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_output output, enum w4a8_kind kind)
-{
-  const bool is_grouped = kind == TALL_GROUPED;
   struct test_weight w = random_weight(rows, cols, K_W4_G128, !is_grouped);
   float *x = random_x(n_tokens, cols), *sums = host_alloc((size_t)n_tokens * rows * 4);
   const int32_t out_cols = output == K_W4A8_SWIGLU || output == K_W4A8_SWIGLU_S8 ? rows / 2 : rows;
@@ -240,25 +222,25 @@ static void run_w4a8(int32_t rows, int32_t cols, int32_t n_tokens, enum k_w4a8_o
                       .tile = is_grouped ? k_w4a8_group_tile(n_tokens) : k_w4a8_tile(n_tokens)};
   const size_t padded = (size_t)(n_tokens + act.tile) * (size_t)k_blocks(out_cols) * 128;
   if (output == K_W4A8_SWIGLU_S8) a.y_scale = gpu_alloc(padded / 128 * 4);
-  int32_t tile, token_tiles, n_split;
-  if (!plan_w4a8(&a, kind, &tile, &token_tiles, &n_split)) {
+  struct k_w4a8_plan plan;
+  if (!k_w4a8_plan(&a, n_sm, &plan)) {
     verdict(false, "w4a8 %dx%d T=%d: no plan", rows, cols, n_tokens);
     return;
   }
   const double quant_error = quantise_x(x, n_tokens, cols, &act);
   ref_w4_gemm(&w, x, n_tokens, sums);
   a.x = act.data, a.x_scale = act.scale, a.x_sum = act.sum;
-  a.y = gpu_alloc(output == K_W4A8_SWIGLU_S8 ? padded : n_out * 4 * (size_t)n_split);
-  gpu_check_call(kind == ABSORBED ? sits_k_w4a8(&a, n_sm, gpu_stream()) : sits_k_w4a8_tall(&a, n_sm, gpu_stream()), "sits_k_w4a8");
-  const float *got = read_w4a8(&a, tile, token_tiles, n_split, out_cols), *want = out_cols == rows ? sums : swiglu_of(sums, n_tokens, rows);
+  a.y = gpu_alloc(output == K_W4A8_SWIGLU_S8 ? padded : n_out * 4 * (size_t)plan.n_split);
+  gpu_check_call(sits_k_w4a8(&a, n_sm, gpu_stream()), "sits_k_w4a8");
+  const float *got = read_w4a8(&a, plan.tile, plan.token_tiles, plan.n_split, out_cols),
+              *want = out_cols == rows ? sums : swiglu_of(sums, n_tokens, rows);
   const double error = relative_error(got, want, n_out);
   /* f32 sums 2e-5; f16 rounds to 5e-4; s8 with a scale a group: half a step is 1/254 of the group's maximum, which
    * is six times the root mean square here. */
   const double limit = output == K_W4A8_SLAB_F32 || output == K_W4A8_F32 ? 2e-5 : output == K_W4A8_SWIGLU_S8 ? 2e-2 : 1e-3;
   static const char *names[] = {"slabs", "f16", "swiglu", "f32", "swiglu s8"};
-  static const char *kinds[] = {"absorbed", "tall absorbed", "grouped"};
-  verdict(error < limit && quant_error < 0.502, "w4a8 %s %dx%d T=%d %s: split %d, tile %d: %.2e, quantisation %.3f steps", kinds[kind],
-          rows, cols, n_tokens, names[output], n_split, tile, error, quant_error);
+  verdict(error < limit && quant_error < 0.502, "w4a8 %s %dx%d T=%d %s: split %d, tile %d: %.2e, quantisation %.3f steps",
+          is_grouped ? "grouped" : "absorbed", rows, cols, n_tokens, names[output], plan.n_split, plan.tile, error, quant_error);
   gpu_release_all();
 }
 
@@ -267,26 +249,25 @@ static void many_tokens(void)
   static const int32_t tokens[] = {1, 16, 17, 32, 33, 64, 65, 96, 100, 128, 130, 300};
   for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
     const enum k_w4a8_output whole = t % 2 ? K_W4A8_F16 : K_W4A8_SWIGLU;
-    for (int k = 0; k < 2; k++) {
-      const enum w4a8_kind kind = k ? TALL_GROUPED : ABSORBED;
-      run_w4a8(144, 256, tokens[t], K_W4A8_SLAB_F32, kind);
-      run_w4a8(640, 1408, tokens[t], whole, kind);
+    for (int is_grouped = 0; is_grouped < 2; is_grouped++) {
+      run_w4a8(144, 256, tokens[t], K_W4A8_SLAB_F32, is_grouped);
+      run_w4a8(640, 1408, tokens[t], whole, is_grouped);
+      run_w4a8(600, 200, tokens[t], K_W4A8_F32, is_grouped);
     }
-    run_w4a8(608, 640, tokens[t], K_W4A8_SWIGLU_S8, TALL_GROUPED);
-    if (tokens[t] <= 64) continue;
-    run_w4a8(640, 1408, tokens[t], whole, TALL_ABSORBED);
-    run_w4a8(600, 200, tokens[t], K_W4A8_F32, TALL_ABSORBED);
+    run_w4a8(608, 640, tokens[t], K_W4A8_SWIGLU_S8, true);
+    run_w4a8(1001, 1408, tokens[t], t % 2 ? K_W4A8_SLAB_F32 : K_W4A8_F16, false); /* rows that come in no fours */
   }
-  for (int k = 0; k < 2; k++) {
-    const enum w4a8_kind kind = k ? TALL_GROUPED : ABSORBED;
-    run_w4a8(128, 128, 40, K_W4A8_SLAB_F32, kind);
-    run_w4a8(1024, 4096, 33, K_W4A8_SLAB_F32, kind);
-    run_w4a8(256, 14336, 64, K_W4A8_SLAB_F32, kind);
-    run_w4a8(100, 200, 20, K_W4A8_F32, kind);
-    run_w4a8(40000, 384, 24, K_W4A8_F32, kind); /* more chunks than SMs: several items a CTA */
+  for (int is_grouped = 0; is_grouped < 2; is_grouped++) {
+    run_w4a8(128, 128, 40, K_W4A8_SLAB_F32, is_grouped);
+    run_w4a8(1024, 4096, 33, K_W4A8_SLAB_F32, is_grouped);
+    run_w4a8(256, 14336, 64, K_W4A8_SLAB_F32, is_grouped);
+    run_w4a8(100, 200, 20, K_W4A8_F32, is_grouped);
+    run_w4a8(40000, 384, 24, K_W4A8_F32, is_grouped); /* more chunks than SMs: several items a CTA */
+    run_w4a8(40000, 384, 70, K_W4A8_F32, is_grouped);
   }
-  run_w4a8(40000, 384, 70, K_W4A8_F32, TALL_ABSORBED);
-  run_w4a8(40000, 640, 64, K_W4A8_SWIGLU_S8, TALL_GROUPED);
+  run_w4a8(40000, 384, 128, K_W4A8_SWIGLU, false);
+  run_w4a8(6000, 4096, 200, K_W4A8_SLAB_F32, false); /* the same with two k groups */
+  run_w4a8(40000, 640, 64, K_W4A8_SWIGLU_S8, true);
 }
 
 static float e4m3_value(uint8_t b) {
@@ -327,7 +308,6 @@ int main(void) {
   n_sm = gpu_open();
   gpu_check_call(sits_k_w4a16_init(), "init");
   gpu_check_call(sits_k_w4a8_init(), "init");
-  gpu_check_call(sits_k_w4a8_tall_init(), "init");
   static const int32_t shapes[][2] = {{16, 32}, {32, 128}, {96, 576}, {400, 640}, {1152, 1536}, {6144, 512}, {64, 14336}};
   static const int32_t tokens[] = {1, 2, 8, 9, 16};
   for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)

@@ -65,7 +65,6 @@ static enum sits_status init_kernels(void)
 {
   int e = sits_k_w4a16_init();
   if (!e) e = sits_k_w4a8_init();
-  if (!e) e = sits_k_w4a8_tall_init();
   if (!e) e = sits_k_attn_decode_init();
   if (!e) e = sits_k_attn_prefill_init();
   if (!e) e = sits_k_attn_prefill_sm90_init();

@@ -2,10 +2,10 @@
  *
  *   weight                     rows of the step   activations             kernel
  *   4-bit                      1..16              f16 fragments           sits_k_w4a16
- *   4-bit, channel * integer   17..W4A8_MAX       s8 per token            sits_k_w4a8; from 65 on, k in one piece: sits_k_w4a8_tall
+ *   4-bit, channel * integer   17..W4A8_MAX       s8 per token            sits_k_w4a8, absorbed
  *                              more               e4m3 per token          expanded to e4m3 once a step, cuBLASLt with vector scales
  *   the same, resident         17..W4A8_MAX_RESIDENT, more: the same, but what lies in memory is not expanded (cuda_resident.c)
- *   4-bit, other groups of 128 17..W4A8_MAX       s8 per token and group  sits_k_w4a8_tall
+ *   4-bit, other groups of 128 17..W4A8_MAX       s8 per token and group  sits_k_w4a8, grouped
  *   4-bit, other; or w4a16     17 and more        f16                     expanded to f16 once a step or resident, cuBLASLt
  *   f16                        any                f16                     cuBLASLt
  */
@@ -190,12 +190,7 @@ static enum sits_status multiply_s8(struct backend_program *p, const struct cuda
 {
   static const enum k_w4a8_output outputs[] = {K_W4A8_F16, K_W4A8_F32, K_W4A8_SLAB_F32, K_W4A8_SWIGLU};
   const struct k_w4a8 a = s8_args(w, n, x, outputs[output], y);
-  struct k_w4a8_tall_plan tall;
   struct k_w4a8_plan plan;
-  if (k_w4a8_tall_plan(&a, p->backend->n_sm, &tall)) {
-    if (n_slabs != NULL) *n_slabs = tall.n_split;
-    return CUDA_CALL(p->backend, sits_k_w4a8_tall(&a, p->backend->n_sm, at));
-  }
   if (!k_w4a8_plan(&a, p->backend->n_sm, &plan)) return CUDA_CALL(p->backend, cudaErrorInvalidValue);
   if (n_slabs != NULL) *n_slabs = plan.n_split;
   return CUDA_CALL(p->backend, sits_k_w4a8(&a, p->backend->n_sm, at));
@@ -210,7 +205,7 @@ enum sits_status cuda_gemm_swiglu(struct backend_program *p, const struct cuda_w
     out->data = p->gate_up, out->scale = p->gate_up_scale; /* x is still being read from p->act */
     struct k_w4a8 a = s8_args(w, n, x, K_W4A8_SWIGLU_S8, out->data);
     a.y_scale = out->scale;
-    return CUDA_CALL(p->backend, sits_k_w4a8_tall(&a, p->backend->n_sm, at));
+    return CUDA_CALL(p->backend, sits_k_w4a8(&a, p->backend->n_sm, at));
   }
   enum k_act_source source;
   const enum sits_status status = cuda_gemm(p, w, n, x, CUDA_GEMM_SWIGLU, NULL, NULL, &source, at);

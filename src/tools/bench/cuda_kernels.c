@@ -327,11 +327,7 @@ static void w4a8_body(struct lab *lab, const void *arg, bool pdl)
                              .y_scale = lab->h,
                              .ld = i == 2 ? F : rows_of[i],
                              .slab_stride = (int64_t)a->n_tokens * rows_of[i]};
-    struct k_w4a8_tall_plan tall; /* as the backend chooses */
-    if (k_w4a8_tall_plan(&g, lab->n_sm, &tall))
-      check(lab, sits_k_w4a8_tall(&g, lab->n_sm, at_of(lab, pdl)), "w4a8 tall");
-    else
-      check(lab, sits_k_w4a8(&g, lab->n_sm, at_of(lab, pdl)), "w4a8");
+    check(lab, sits_k_w4a8(&g, lab->n_sm, at_of(lab, pdl)), "w4a8");
   }
 }
 
@@ -442,7 +438,6 @@ int bench_kernels(int argc, char **argv)
   if (!lab.failed) check(&lab, cudaStreamCreate(&lab.stream), "stream");
   if (!lab.failed) check(&lab, sits_k_w4a16_init(), "init");
   if (!lab.failed) check(&lab, sits_k_w4a8_init(), "init");
-  if (!lab.failed) check(&lab, sits_k_w4a8_tall_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_decode_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_sm90_init(), "init");
