@@ -105,7 +105,8 @@ struct sits_request {
   struct sits_request *cancel_next; /* [mutex inbox] */
   bool in_cancel_list;            /* [mutex inbox] */
   struct sits_request *cancel_todo; /* [loop] the list as drain_inbox took it */
-  uint64_t cancel_step;           /* [mutex inbox] while listed, then [loop]: steps begun when it was listed */
+  uint64_t cancel_step;           /* [mutex inbox] steps begun when it was listed */
+  uint64_t todo_step;             /* [loop] the same, as drain_inbox took it: a new call may list it again meanwhile */
   _Atomic uint64_t cancelled[SITS_MAX_CHOICES / 64]; /* [atomic] bit per choice */
   _Atomic uint64_t stopped[SITS_MAX_CHOICES / 64];   /* [atomic] of those, the complete ones; set first */
   atomic_bool is_done;            /* [atomic] all finish events are out */

@@ -36,7 +36,7 @@ static void cancel_request(struct sits_engine *engine, struct sits_request *requ
     else engine_finish(engine, choice, SITS_FINISH_CANCELLED, SITS_CANCELLED, -1);
   }
   if (request->n_unfinished == n_before) return; /* their ends came first */
-  engine_observe(&engine->stats.cancel_steps_hist, (double)(atomic_load(&engine->n_steps_begun) - request->cancel_step));
+  engine_observe(&engine->stats.cancel_steps_hist, (double)(atomic_load(&engine->n_steps_begun) - request->todo_step));
 }
 
 static void add_all(struct sits_engine *engine, struct sits_request *request)
@@ -62,6 +62,7 @@ static void drain_inbox(struct sits_engine *engine)
   for (struct sits_request *r = cancel; r; r = r->cancel_next) {
     r->in_cancel_list = false; /* from here on a new call may link it again, so the chain is kept in cancel_todo */
     r->cancel_todo = r->cancel_next;
+    r->todo_step = r->cancel_step;
   }
   pthread_mutex_unlock(&engine->inbox_mutex);
   add_all(engine, request);
