@@ -97,7 +97,7 @@ def policies(a):
 
 def overload(a):
     options = ["--max-num-seqs", a.max_num_seqs, "--max-queued-requests", a.max_queued, "--itl-target-ms", a.itl_target_ms,
-               "--max-model-len", 2048, "--no-enable-prefix-caching", "--speculative-tokens", 0]
+               "--max-model-len", a.max_model_len, "--no-enable-prefix-caching", "--speculative-tokens", 0]
     server = Server(a.bin, a.model, *options)
     shape = ["--prompt-tokens", a.prompt_tokens, "--output-tokens", a.output_tokens, "--n-vocab", 400]
     at_once = min(a.max_num_seqs, a.max_queued)
@@ -131,6 +131,7 @@ def overload(a):
     busy.join()
     code = server.process.wait(120)
     return {"server": [str(o) for o in options], "can_do_requests_per_s": can_do, "rate": rate, "calibration": brief(full),
+            "served_requests_per_s": run["done"] / run["seconds"], "offered_over_served": run["sent"] / max(1, run["done"]),
             "overload": brief(run), "rss_mb": {"at_20_percent": at(0.2), "at_60_percent": at(0.6), "at_end": at(1)},
             "health_live": sorted({s[2] for s in samples}), "health_ready": sorted({s[3] for s in samples}), "samples": len(samples),
             "left_after": left, "draining": draining, "exit_code": code}
@@ -155,6 +156,7 @@ def main():
     parser.add_argument("--highest-speed", type=float, default=64)
     parser.add_argument("--step", type=float, default=1.3)
     parser.add_argument("--duration-s", type=float, default=12)
+    parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--times", type=float, default=20)
     parser.add_argument("--max-queued", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)

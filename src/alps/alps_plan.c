@@ -158,7 +158,7 @@ static void choose_classes(struct planner *p, const struct alps_cost_work work[A
     double cost = decode_cost(&alps->cost, &work[c]);
     decodes[c] = true;
     if (work[c].n_decode == 0 || c <= busiest || alps->options.policy != ALPS_BUDGET) {
-      class->credit_us = cost;
+      class->credit_us = 0; /* the first step of a higher class is its own */
       continue;
     }
     class->credit_us += step_us * alps->options.class_weight[c] / (double)weights;
