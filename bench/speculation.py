@@ -2,8 +2,8 @@
 
   equal  100 prompts, greedy: token ids without speculation, with prompt lookup, and with a draft model (--draft-model; default the model
          itself), several at once
-  speed  one stream; passages to summarise and to quote, code to edit: tokens/s with and without prompt lookup, runs taken in turns;
-         `bound` is what the share of tokens that came from drafts would give if verifying cost nothing
+  speed  one stream; passages to summarise and to quote, code to edit, each answer to its own end: tokens/s with and without prompt
+         lookup, runs taken in turns; `bound` is what the share of tokens that came from drafts would give if verifying cost nothing
   busy   as many streams as speculative-max-running: tokens/s with and without speculation, runs taken in turns
 
 Prints one JSON object; --json FILE writes it. The servers run at the same time and take turns, so that what else the machine does meets
@@ -104,11 +104,10 @@ def rate(answer):
 
 
 def speed(servers, texts, rounds):
-    kinds = {"summarise": [chat(f"Summarise the following text. Quote its most important sentences.\n\n{t}", 96, ignore_eos=True)
-                           for t in texts[:12]],
-             "quote": [chat(f"{t}\n\nWrite out the text above once more, word for word.", 96, ignore_eos=True) for t in texts[:4]],
-             "edit code": [chat(f"Rename the first variable of this function to {name} and write out the whole function.\n\n{code}", 96,
-                                ignore_eos=True) for name, code in CODE]}
+    edit = "Rename the first variable of this function to {} and write out the whole function.\n\n{}"
+    kinds = {"summarise": [chat(f"Summarise the following text. Quote its most important sentences.\n\n{t}", 96) for t in texts[:12]],
+             "quote": [chat(f"{t}\n\nWrite out the text above once more, word for word.", 96) for t in texts[:4]],
+             "edit code": [chat(edit.format(name, code), 96) for name, code in CODE]}
     out = {}
     for kind, bodies in kinds.items():
         before = drafted(servers["lookup"])
@@ -144,7 +143,8 @@ def busy(servers, texts, rounds, streams):
                 rates[name].append(sum(1000 * n / ms for n, ms in answers))
     ratios = [a / b for a, b in zip(rates["lookup"], rates["off"])]
     return {"streams": streams, **{name: round(statistics.median(r), 1) for name, r in rates.items()},
-            "ratio_median": round(statistics.median(ratios), 4), "ratio_median_95": interval_of_median(ratios), "ratios": [round(r, 3) for r in ratios]}
+            "ratio_median": round(statistics.median(ratios), 4), "ratio_median_95": interval_of_median(ratios),
+            "ratios": [round(r, 3) for r in ratios]}
 
 
 def main():
