@@ -317,6 +317,7 @@ static enum sits_status lane_run(struct backend_program *lane, bool (*go_on)(voi
   require(b != NULL, "nothing was begun in the lane");
   *is_done = false;
   for (; lane->n_written < b->n_tokens; lane->n_written++) {
+    if (lane->rig->during_slice) lane->rig->during_slice(lane->rig->during_user);
     if (!go_on(user)) {
       atomic_fetch_add(&lane->rig->n_slices, 1);
       return SITS_OK;

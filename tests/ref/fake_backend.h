@@ -28,6 +28,8 @@ struct fake_rig {
   atomic_int period;             /* > 0: the token of that many places before is likely next (a text that repeats) */
   atomic_int disagree;           /* > 0: one row in so many is a stranger's (a draft model that is often wrong) */
   atomic_int n_sampled;          /* batches whose tokens were drawn here */
+  void (*during_slice)(void *user); /* called before each token of a slice; NULL: nothing */
+  void *during_user;
   atomic_int n_lanes_begun, n_slices; /* chunks read in slices; slices that did not end one */
   atomic_int n_steps, n_copies, n_reads, n_writes;
   atomic_long n_tokens;          /* computed so far */

@@ -1,0 +1,179 @@
+/* Prompts read in slices beside decoding streams, over the fake backend's lane: the same answers, no stall, and nothing left behind when
+ * the prompt is cancelled, the device fails, or a request of a higher class comes in between. */
+#include "unit/engine/engine_rig.h"
+
+enum { STREAMS = 3, LONG = 700, SHORT = 10, URGENT = 2, STREAM_TOKENS = 900 };
+
+struct scene {
+  struct rig rig;
+  struct sits_request *streams[STREAMS], *longer;
+  int32_t prompts[STREAMS][SHORT], prompt[LONG];
+  struct rig_answer answers[STREAMS], long_answer;
+};
+
+static struct scene scene;
+
+static struct sits_request *submit_class(const int32_t *prompt, int32_t n, int32_t max_tokens, enum sits_class service_class)
+{
+  struct sits_request_params p = {.prompt = prompt, .n_prompt = n, .n_choices = 1, .sampling = rig_greedy(max_tokens),
+                                  .service_class = service_class, .id = "slices"};
+  struct sits_request *request = NULL;
+  struct sits_error err;
+  p.sampling.ignore_eos = true;
+  assert_int_equal(sits_engine_submit(scene.rig.engine, &p, &request, &err), SITS_OK);
+  return request;
+}
+
+static void drain_streams(void)
+{
+  for (int i = 0; i < STREAMS; i++) rig_drain(scene.streams[i], &scene.answers[i], 1);
+}
+
+/* Streams whose events nobody takes are held. */
+static void step(void)
+{
+  engine_step_once(scene.rig.engine);
+  drain_streams();
+}
+
+static void finish(struct sits_request *request, struct rig_answer *answer)
+{
+  for (int32_t i = 0; i < 5000 && rig_drain(request, answer, 1) == 0; i++) step();
+  assert_int_equal(rig_drain(request, answer, 1), 1);
+  sits_request_release(request);
+}
+
+/* Three streams of low class decode, and a long prompt of theirs has begun in slices: a token of it takes 100 us and more, a step may take
+ * 3,000. */
+static void open_scene(void)
+{
+  memset(&scene, 0, sizeof scene);
+  struct engine_options options = rig_options();
+  options.vtable = fake_slicing_vtable();
+  options.itl_target_us = 3000;
+  rig_open(&scene.rig, options, 64);
+  for (int i = 0; i < STREAMS; i++) {
+    rig_prompt(scene.prompts[i], SHORT, 40 + (uint32_t)i);
+    scene.streams[i] = submit_class(scene.prompts[i], SHORT, STREAM_TOKENS, SITS_CLASS_LOW);
+  }
+  atomic_store(&scene.rig.fake.token_delay_us, 100);
+  for (int i = 0; i < 30; i++) step();
+  rig_prompt(scene.prompt, LONG, 49); /* one before it: the planner learns what a prompt's token costs */
+  scene.longer = submit_class(scene.prompt, LONG, 1, SITS_CLASS_LOW);
+  finish(scene.longer, &scene.long_answer);
+  memset(&scene.long_answer, 0, sizeof scene.long_answer);
+  atomic_store(&scene.rig.fake.n_slices, 0);
+  atomic_store(&scene.rig.fake.n_lanes_begun, 0);
+  rig_prompt(scene.prompt, LONG, 50);
+  scene.longer = submit_class(scene.prompt, LONG, 5, SITS_CLASS_LOW);
+  for (int i = 0; i < 200 && atomic_load(&scene.rig.fake.n_slices) == 0; i++) step();
+  assert_true(atomic_load(&scene.rig.fake.n_slices) > 0);
+}
+
+/* Run to the end; the streams must have said what they say alone. */
+static void close_scene(void)
+{
+  static struct rig_answer expected;
+  for (int i = 0; i < STREAMS; i++) {
+    for (int32_t k = 0; k < 5000 && scene.answers[i].n_finish == 0; k++) step();
+    rig_expect(scene.prompts[i], SHORT, STREAM_TOKENS, true, &expected);
+    rig_same(&scene.answers[i], &expected);
+    sits_request_release(scene.streams[i]);
+  }
+  rig_idle(&scene.rig);
+  rig_close(&scene.rig);
+  assert_int_equal(mem_live_blocks(), 0);
+}
+
+static void test_read_in_slices(void **state)
+{
+  static struct rig_answer expected;
+  (void)state;
+  open_scene();
+  int32_t n_steps = 0, before = scene.answers[0].n;
+  for (; rig_drain(scene.longer, &scene.long_answer, 1) == 0 && n_steps < 5000; n_steps++) step();
+  rig_expect(scene.prompt, LONG, 5, true, &expected);
+  rig_same(&scene.long_answer, &expected);
+  print_message("%d chunks, %d slices, streams said %d tokens meanwhile\n", atomic_load(&scene.rig.fake.n_lanes_begun),
+                atomic_load(&scene.rig.fake.n_slices), (int)(scene.answers[0].n - before));
+  assert_true(atomic_load(&scene.rig.fake.n_lanes_begun) >= 2);
+  assert_true(atomic_load(&scene.rig.fake.n_slices) > 10);
+  assert_true(scene.answers[0].n - before >= n_steps - 1 || scene.answers[0].n_finish == 1); /* a token each step */
+  sits_request_release(scene.longer);
+  close_scene();
+}
+
+static void test_cancelled(void **state)
+{
+  (void)state;
+  open_scene();
+  sits_request_cancel(scene.longer, -1);
+  engine_step_once(scene.rig.engine);
+  assert_int_equal(rig_drain(scene.longer, &scene.long_answer, 1), 1);
+  assert_int_equal(scene.long_answer.finish, SITS_FINISH_CANCELLED);
+  sits_request_release(scene.longer);
+  close_scene();
+}
+
+struct urgent { struct sits_request *request; int32_t prompt[URGENT], n_calls; };
+
+static void send_urgent(void *user)
+{
+  struct urgent *u = user;
+  if (++u->n_calls == 3) u->request = submit_class(u->prompt, URGENT, 4, SITS_CLASS_HIGH);
+}
+
+/* It comes in the middle of a slice: the slice stops, and its first token is the next thing that is computed. */
+static void test_higher_class_comes(void **state)
+{
+  static struct urgent urgent;
+  static struct rig_answer answer, expected;
+  (void)state;
+  open_scene();
+  memset(&urgent, 0, sizeof urgent);
+  memset(&answer, 0, sizeof answer);
+  rig_prompt(urgent.prompt, URGENT, 60);
+  scene.rig.fake.during_slice = send_urgent;
+  scene.rig.fake.during_user = &urgent;
+  int32_t before = 0, n_steps = 0;
+  while (!urgent.request && n_steps++ < 1000) {
+    before = scene.answers[0].n;
+    step();
+  }
+  assert_non_null(urgent.request);
+  rig_drain(urgent.request, &answer, 1);
+  assert_int_equal(answer.n, 1);
+  assert_int_equal(scene.answers[0].n, before); /* the lower class waited */
+  finish(urgent.request, &answer);
+  rig_expect(urgent.prompt, URGENT, 4, true, &expected);
+  rig_same(&answer, &expected);
+  finish(scene.longer, &scene.long_answer);
+  rig_expect(scene.prompt, LONG, 5, true, &expected);
+  rig_same(&scene.long_answer, &expected);
+  close_scene();
+}
+
+static void test_device_fails(void **state)
+{
+  (void)state;
+  open_scene();
+  log_set_level(LOG_OFF);
+  atomic_store(&scene.rig.fake.fail_at_step, 1);
+  engine_step_once(scene.rig.engine);
+  assert_int_equal(rig_drain(scene.longer, &scene.long_answer, 1), 1);
+  assert_int_equal(scene.long_answer.status, SITS_DEVICE);
+  for (int i = 0; i < STREAMS; i++) {
+    assert_int_equal(rig_drain(scene.streams[i], &scene.answers[i], 1), 1);
+    sits_request_release(scene.streams[i]);
+  }
+  sits_request_release(scene.longer);
+  rig_close(&scene.rig);
+  assert_int_equal(mem_live_blocks(), 0);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_read_in_slices), cmocka_unit_test(test_cancelled),
+                                     cmocka_unit_test(test_higher_class_comes), cmocka_unit_test(test_device_fails)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
