@@ -412,7 +412,11 @@ static void plan_slice(struct planner *p, int32_t id)
   }
   plan->slice = (struct alps_item){.id = id, .n_tokens = n, .is_last = n == left};
   plan->slice_class = e->request.service_class;
-  plan->slice_us = (int64_t)fmax(budget_us - (plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0), p->floor_us);
+  /* A slice is as long as it is told to be, so what makes such a step late is its decodes: room for the longest of a hundred is kept. */
+  double items_us = plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0, left_us = budget_us - items_us;
+  if (plan->n_decode > 0 && alps->options.itl_target_us > 0)
+    left_us = fmin(left_us, budget_us / alps->margin - items_us - alps_window_quantile(&alps->excess, 0.99));
+  plan->slice_us = (int64_t)fmax(left_us, p->floor_us);
 }
 
 static void plan_chunk(struct planner *p, int32_t id, int32_t n_tokens)
