@@ -5,6 +5,7 @@
 
 #include "backend/nodes.h"
 #include "base/clock.h"
+#include "graph/graph_costs.h"
 #include "model/arch.h"
 
 /* wish: what the model's file was made for, NULL = nothing special. */
@@ -43,9 +44,11 @@ static enum sits_status open_backend(struct runner *runner, const struct runner_
 static enum sits_status compile(struct runner *runner, const struct runner_options *options, struct sits_error *err)
 {
   const uint32_t fusions = options->unfused ? 0 : runner->vtable->fusions;
-  const struct backend_costs *costs = options->unfused || runner->vtable->costs.tokens <= 0 ? NULL : &runner->vtable->costs;
   const int32_t n_ranks = options->backend.n_ranks;
-  enum sits_status status;
+  struct backend_costs measured = runner->vtable->costs;
+  enum sits_status status = options->plan_costs ? graph_costs_load(options->plan_costs, runner->vtable, &measured, err) : SITS_OK;
+  const struct backend_costs *costs = options->unfused || measured.tokens <= 0 ? NULL : &measured;
+  if (status) return status;
   if (options->backend.nodes) status = program_for_rank(runner->model, fusions, costs, 0, n_ranks, &runner->program, err);
   else status = program_for_ranks(runner->model, fusions, costs, n_ranks, &runner->program, err);
   if (status) return status;

@@ -19,6 +19,7 @@ struct runner_options {
   const char *device;              /* "auto", "cpu", "cuda" */
   const char *kv_codec;            /* "auto" (an engine file's own, else f16), "f16", "int8", "int4", "fp4", "fp4-sparse" */
   bool unfused;                    /* plain ops only, for comparison */
+  const char *plan_costs;          /* file of graph/graph_costs.h that fusions are weighed by; NULL: the backend's own costs */
   struct backend_options backend;
 };
 

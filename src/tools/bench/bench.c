@@ -13,6 +13,7 @@ static const struct { const char *name; int (*run)(int argc, char **argv); const
     {"steps", bench_steps, "one step of the backend: decodes beside a chunk of a prompt at a depth, or beside a draft"},
     {"engine", bench_engine, "the engine with a real model, in process: stalls, speculation, prefix cache"},
     {"simulate", bench_simulate, "the planner's policies on a request trace and a modelled device, in virtual time"},
+    {"costs", bench_costs, "what plain ops cost on this machine, for --plan-costs: how the stitcher weighs fusions"},
     {"kernels", bench_kernels, "each CUDA kernel at the shapes of a Llama-3-8B step, against the memory rate of the same run"},
     {"serve", bench_serve, "load on a running server: time to first token, inter-token latency, throughput"},
 };

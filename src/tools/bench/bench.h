@@ -16,6 +16,7 @@ int bench_serve(int argc, char **argv);
 int bench_simulate(int argc, char **argv);
 int bench_engine(int argc, char **argv);
 int bench_steps(int argc, char **argv);
+int bench_costs(int argc, char **argv);
 
 /* Parse argv[1..] over a table; prints help (exit 0) or the error (exit 2). True: go on. */
 bool bench_parse(const char *name, const char *summary, struct option_set *set, const struct option_spec *specs, int n_specs, void *values,

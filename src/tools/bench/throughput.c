@@ -18,7 +18,7 @@
 #include "engine/runner.h"
 
 struct throughput_options {
-  const char *model, *device, *isa, *recipe, *prefill_weights, *kv_cache_dtype, *prefill, *batch, *json;
+  const char *model, *device, *isa, *recipe, *prefill_weights, *kv_cache_dtype, *prefill, *batch, *plan_costs, *json;
   int64_t threads, tensor_parallel_size, context, steps, repeat, prompts, max_batch_tokens;
   bool unfused, print_plan, sample, no_graphs, one_device, tensor_parallel_compress;
 };
@@ -48,6 +48,7 @@ static const struct option_spec specs[] = {
     {"repeat", OPTION_INT, AT(repeat), "3", 1, 1000, "runs", 0, NULL, "Options", "Prefill runs."},
     {"max-batch-tokens", OPTION_INT, AT(max_batch_tokens), "512", 1, 65536, "tokens", 0, NULL, "Options", "Tokens of a prefill step."},
     {"unfused", OPTION_BOOL, AT(unfused), "false", 0, 0, "", 0, NULL, "Options", "Plain ops only."},
+    {"plan-costs", OPTION_STRING, AT(plan_costs), "", 0, 0, "", 0, NULL, "Options", "What ops cost here, by `sits2026-bench costs`."},
     {"print-plan", OPTION_BOOL, AT(print_plan), "false", 0, 0, "", 0, NULL, "Options", "Print the stitched program and measure nothing."},
     {"json", OPTION_STRING, AT(json), "", 0, 0, "", 0, NULL, "Options", "File for the result; default stdout."},
 };
@@ -286,6 +287,7 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   int64_t most_tokens = options->max_batch_tokens > most_seqs ? options->max_batch_tokens : most_seqs;
   struct runner_options open = {
       .model_path = options->model, .device = options->device, .kv_codec = options->kv_cache_dtype, .unfused = options->unfused,
+      .plan_costs = options->plan_costs,
       .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .recipe = options->recipe,
           .prefill_weights = options->prefill_weights,
           .no_graphs = options->no_graphs, .n_ranks = (int32_t)options->tensor_parallel_size, .has_devices = options->one_device,
