@@ -1,10 +1,12 @@
 """CPU speed beside llama-cpp-python on the same GGUF, same threads, alternating in one run.
 
-Usage: cpu_vs_llama_cpp.py MODEL.gguf [--threads 2] [--rounds 3] [--json OUT]
+Usage: cpu_vs_llama_cpp.py MODEL.gguf [--ours FILE.bin] [--threads 2] [--rounds 3] [--json OUT]
+--ours: an engine file that sits2026-compile made of that model, which our side runs instead; without it both run the GGUF file.
 Measures prefill of 512 tokens, decode at batch 1, and 8 parallel decodes (total tokens/s). Each round runs ours, then theirs; the figures
 and the ratio are medians over rounds, the ratio taken pair by pair so that a machine whose speed drifts does not bend it. Needs
 llama-cpp-python (built with native flags; without AMX where its AMX kernels crash) and build/release/bin. The read bandwidth of the machine
-is measured in every round too (bench_cpu_matmul), and decode of one sequence is given as a share of it: file bytes a token.
+and the peak of its int8 dot products are measured in every round too (bench_cpu_matmul): decode of one sequence is given as a share of the
+first (bytes of a token: the file's), prefill as one of the second (two operations for each weight of the layers and token).
 """
 import argparse
 import ctypes
@@ -12,6 +14,7 @@ import datetime
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -79,11 +82,18 @@ def binary(name):
     return pathlib.Path(os.environ.get("SITS_BIN", ROOT / "build/release/bin")) / name
 
 
-def read_bandwidth(threads):
-    """Bytes per second that `threads` cores read from memory."""
+def machine(threads):
+    """Bytes per second that `threads` cores read from memory, and int8 operations per second of their dot products."""
     said = subprocess.run([binary("bench_cpu_matmul"), "--threads", str(threads), "--types", "none", "--percentile", "50"], check=True,
-                          capture_output=True, text=True)
-    return float(said.stdout.split("read ")[1].split()[0]) * 1e9
+                          capture_output=True, text=True).stdout
+    return float(said.split("read ")[1].split()[0]) * 1e9, float(said.split("dot products ")[1].split()[0]) * 1e9
+
+
+def layer_weights(path):
+    """Weights of the layers' matrices in an engine file; None for another file, which the compiler does not list."""
+    said = subprocess.run([binary("sits2026-compile"), "--inspect", path], capture_output=True, text=True)
+    rows = re.findall(r"^ +(\S+) +\S+ +\[(\d+)\]\[(\d+)\]", said.stdout, re.M)
+    return sum(int(n) * int(k) for name, n, k in rows if "embd" not in name and name != "output.weight") if said.returncode == 0 else None
 
 
 def ours(path, threads):
@@ -99,14 +109,15 @@ def ours(path, threads):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
+    parser.add_argument("--ours")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json")
     given = parser.parse_args()
     theirs, rounds = Theirs(given.model, given.threads), []
     for i in range(given.rounds):
-        rounds.append({"sits2026": ours(given.model, given.threads), "llama_cpp": theirs.run(),
-                       "read_bytes_per_s": read_bandwidth(given.threads)})
+        rounds.append({"sits2026": ours(given.ours or given.model, given.threads), "llama_cpp": theirs.run()})
+        rounds[-1]["read_bytes_per_s"], rounds[-1]["int8_ops_per_s"] = machine(given.threads)
         print(f"round {i + 1}: {json.dumps(rounds[-1])}", file=sys.stderr)
     table = {}
     for key in ("prefill", "decode_1", f"decode_{PARALLEL}"):
@@ -114,11 +125,17 @@ def main():
         ratio = statistics.median(r["sits2026"][key] / r["llama_cpp"][key] for r in rounds)
         table[key] = {"sits2026_tokens_per_s": round(a, 1), "llama_cpp_tokens_per_s": round(b, 1), "ratio": round(ratio, 3)}
         print(f"{key:10}  sits2026 {a:9.1f}  llama.cpp {b:9.1f} tokens/s  ratio {ratio:.2f}")
-    bytes_a_token = os.path.getsize(given.model)
+    bytes_a_token = {"sits2026": os.path.getsize(given.ours or given.model), "llama_cpp": os.path.getsize(given.model)}
     for side in ("sits2026", "llama_cpp"):
-        share = statistics.median(r[side]["decode_1"] * bytes_a_token / r["read_bytes_per_s"] for r in rounds)
+        share = statistics.median(r[side]["decode_1"] * bytes_a_token[side] / r["read_bytes_per_s"] for r in rounds)
         table["decode_1"][f"{side}_share_of_read"] = round(share, 3)
         print(f"{side}: one sequence reads {100 * share:.0f} % of the measured read bandwidth")
+    weights = layer_weights(given.ours) if given.ours else None
+    if weights:
+        for side in ("sits2026", "llama_cpp"):
+            share = statistics.median(r[side]["prefill"] * 2 * weights / r["int8_ops_per_s"] for r in rounds)
+            table["prefill"][f"{side}_share_of_int8_peak"] = round(share, 3)
+            print(f"{side}: a prompt of {PREFILL} takes {100 * share:.0f} % of the measured int8 peak")
     if given.json:
         import llama_cpp
         commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -126,7 +143,9 @@ def main():
         json.dump({"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": commit, "cpu": cpu,
                    "threads": given.threads, "model": pathlib.Path(given.model).name, "llama_cpp_python": llama_cpp.__version__,
                    "llama_cpp_system": llama_cpp.llama_print_system_info().decode(), "bytes_a_token": bytes_a_token,
-                   "command": "bench/cpu_vs_llama_cpp.py " + pathlib.Path(given.model).name, "median": table, "rounds": rounds},
+                   "command": " ".join(["bench/cpu_vs_llama_cpp.py", pathlib.Path(given.model).name] +
+                                       (["--ours", pathlib.Path(given.ours).name] if given.ours else [])),
+                   "layer_weights": weights, "median": table, "rounds": rounds},
                   open(given.json, "w"), indent=1)
 
 
