@@ -2,6 +2,7 @@
 #include "base/mem.h"
 
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -69,4 +70,15 @@ void mem_free(void *block)
 {
   if (block) uncount();
   free(block);
+}
+
+uint64_t mem_peak_bytes(void)
+{
+  char line[256];
+  unsigned long long kilobytes = 0;
+  FILE *status = fopen("/proc/self/status", "r"); /* not getrusage: that counts what forked this program too */
+  while (status && fgets(line, sizeof line, status))
+    if (sscanf(line, "VmHWM: %llu kB", &kilobytes) == 1) break;
+  if (status) fclose(status);
+  return (uint64_t)kilobytes * 1024;
 }

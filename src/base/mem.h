@@ -17,6 +17,9 @@ char *mem_strdup(const char *text);
 char *mem_strndup(const char *text, size_t n_bytes); /* copies n_bytes and adds a terminator */
 void mem_free(void *block);                          /* NULL is fine */
 
+/* Most memory that this program has had resident, mapped files included; 0 where /proc does not say. */
+uint64_t mem_peak_bytes(void);
+
 /* Fault injection (no-ops without SITS_DEBUG_CHECKS): allocation number n from now on this thread fails once; 0 disarms. */
 void mem_fault_arm(uint64_t n);
 /* Whether the armed fault has fired since mem_fault_arm. */

@@ -121,6 +121,7 @@ static enum sits_status move_select(struct graph *g)
     if (copy == NULL) goto restore;
     *copy = node;
   }
+  if (g->output == old[select].out[0]) g->output = old[select].in[0];
   mem_free(old);
   status = SITS_OK;
   goto done;

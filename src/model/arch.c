@@ -27,6 +27,15 @@ static graph_value arch_layer(struct graph *g, const struct model_layer *w, grap
   return graph_add(g, x, graph_linear(g, graph_swiglu(g, gate, up), w->w_down, NULL, "down")); /* [T][E] */
 }
 
+/* x: [T][E] -> what the model answers. */
+static void arch_head(struct graph *g, const struct model *model, graph_value x)
+{
+  graph_set_layer(g, PROGRAM_NONE);
+  graph_value h = graph_rmsnorm(g, graph_select_rows(g, x), model->output_norm); /* [R][E] */
+  graph_set_act(g, &model->head_act);
+  graph_output(g, graph_linear(g, h, model->output, NULL, "logits"));            /* [R][V] */
+}
+
 void arch_build(const struct model *model, struct graph *g)
 {
   graph_value x = graph_embed(g, model->tok_embd);                               /* [T][E] */
@@ -34,22 +43,25 @@ void arch_build(const struct model *model, struct graph *g)
     graph_set_layer(g, i);
     x = arch_layer(g, &model->layers[i], x);
   }
-  graph_set_layer(g, PROGRAM_NONE);
-  graph_value h = graph_rmsnorm(g, graph_select_rows(g, x), model->output_norm); /* [R][E] */
-  graph_set_act(g, &model->head_act);
-  graph_output(g, graph_linear(g, h, model->output, NULL, "logits"));            /* [R][V] */
+  arch_head(g, model, x);
+}
+
+static enum sits_status empty_graph(const struct model *model, int32_t n_layers, int32_t n_vocab, struct graph **out,
+                                    struct sits_error *err)
+{
+  const struct model_config *c = &model->config;
+  const struct program_dims dims = {
+      .n_layers = n_layers, .n_embd = c->n_embd, .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads, .head_dim = c->head_dim,
+      .n_ff = c->n_ff, .n_vocab = n_vocab, .max_context = c->max_context, .sliding_window = c->sliding_window, .rms_eps = c->rms_eps};
+  const struct program_rope rope = {
+      .style = c->rope_style == ROPE_INTERLEAVED ? PROGRAM_ROPE_INTERLEAVED : PROGRAM_ROPE_HALF_SPLIT,
+      .dims = c->rope_dims, .inv_freq = model->rope_inv_freq, .magnitude = model->rope_magnitude};
+  return graph_create(&dims, &rope, out, err);
 }
 
 static enum sits_status graph_of(const struct model *model, struct graph **out, struct sits_error *err)
 {
-  const struct model_config *c = &model->config;
-  const struct program_dims dims = {
-      .n_layers = c->n_layers, .n_embd = c->n_embd, .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads, .head_dim = c->head_dim,
-      .n_ff = c->n_ff, .n_vocab = c->n_vocab, .max_context = c->max_context, .sliding_window = c->sliding_window, .rms_eps = c->rms_eps};
-  const struct program_rope rope = {
-      .style = c->rope_style == ROPE_INTERLEAVED ? PROGRAM_ROPE_INTERLEAVED : PROGRAM_ROPE_HALF_SPLIT,
-      .dims = c->rope_dims, .inv_freq = model->rope_inv_freq, .magnitude = model->rope_magnitude};
-  const enum sits_status status = graph_create(&dims, &rope, out, err);
+  const enum sits_status status = empty_graph(model, model->config.n_layers, model->config.n_vocab, out, err);
   if (status == SITS_OK) arch_build(model, *out);
   return status;
 }
@@ -119,6 +131,27 @@ enum sits_status program_from_model(const struct model *model, const struct back
                                     struct sits_error *err)
 {
   return stitch_model(model, backend->fusions, backend->costs.tokens > 0 ? &backend->costs : NULL, out, err);
+}
+
+enum sits_status program_from_layer(const struct model *model, int32_t layer, const struct sits_utd *input,
+                                    const struct backend_vtable *backend, struct program **out, struct sits_error *err)
+{
+  const bool is_head = layer == model->config.n_layers;
+  struct graph *graph = NULL;
+  enum sits_status status = empty_graph(model, 1, is_head ? model->config.n_vocab : model->config.n_embd, &graph, err);
+  if (status != SITS_OK) return status;
+  graph_value x = graph_embed(graph, input);
+  if (is_head) {
+    arch_head(graph, model, x);
+  } else {
+    graph_set_layer(graph, 0);
+    x = arch_layer(graph, &model->layers[layer], x);
+    graph_set_layer(graph, PROGRAM_NONE);
+    graph_output(graph, graph_select_rows(graph, x));
+  }
+  status = graph_stitch(graph, backend->fusions, backend->costs.tokens > 0 ? &backend->costs : NULL, out, err);
+  graph_destroy(graph);
+  return status;
 }
 
 enum sits_status program_from_model_with(const struct model *model, uint32_t fusions, struct program **out, struct sits_error *err)

@@ -28,6 +28,12 @@ enum sits_status program_for_ranks(const struct model *model, uint32_t fusions, 
 enum sits_status program_for_rank(const struct model *model, uint32_t fusions, const struct backend_costs *costs, int32_t rank,
                                   int32_t n_ranks, struct program **out, struct sits_error *err) SITS_MUST_CHECK;
 
+/* One layer alone, as a program of one layer: `input`, an F32 table [E][E] of hidden states, stands for the embedding, so that token ids
+ * are its rows; the "logits" are the hidden states behind the layer, [R][E]. layer == n_layers: the final norm and the head, over a table
+ * [V][E]; logits [R][V]. For tools that hold one layer at a time. The table is borrowed like the model. */
+enum sits_status program_from_layer(const struct model *model, int32_t layer, const struct sits_utd *input,
+                                    const struct backend_vtable *backend, struct program **out, struct sits_error *err) SITS_MUST_CHECK;
+
 /* The whole for a backend: what it offers, where it saves time by its costs. */
 enum sits_status program_from_model(const struct model *model, const struct backend_vtable *backend, struct program **out,
                                     struct sits_error *err) SITS_MUST_CHECK;

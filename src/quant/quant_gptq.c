@@ -42,28 +42,28 @@ static void invert_lower(double *a, int64_t n, double *column)
   }
 }
 
-/* out = L^-T L^-1 = (L L^T)^-1, lower triangle. */
-static void outer_lower(const double *inverse, int64_t n, double *out)
+/* In place: L^-T L^-1 = (L L^T)^-1 from L^-1, lower triangles. Row i needs rows i.. of the inverse, which are still there. */
+static void outer_lower(double *a, int64_t n, double *row)
 {
-  memset(out, 0, (size_t)(n * n) * sizeof *out);
-  for (int64_t k = 0; k < n; k++)
-    for (int64_t i = 0; i <= k; i++) {
-      const double v = inverse[k * n + i];
-      for (int64_t j = 0; j <= i; j++) out[i * n + j] += v * inverse[k * n + j];
+  for (int64_t i = 0; i < n; i++) {
+    memset(row, 0, (size_t)n * sizeof *row);
+    for (int64_t k = i; k < n; k++) {
+      const double *ak = a + k * n, v = ak[i];
+      for (int64_t j = 0; j <= i; j++) row[j] += v * ak[j];
     }
+    memcpy(a + i * n, row, (size_t)(i + 1) * sizeof *row);
+  }
 }
 
-/* H reversed, so that the lower factor of its inverse, reversed back, is an upper one: H^-1 = U^T U with U upper is what GPTQ wants; that
- * is the transposed lower Cholesky factor of H^-1 itself. */
-static enum sits_status factor(const float *h, int64_t n, struct quant_hessian *out, struct sits_error *err)
+/* H^-1 = U^T U with U upper is what GPTQ wants: that is the transposed lower Cholesky factor of H^-1. One matrix of doubles beside h. */
+static enum sits_status factor(float *h, int64_t n, struct quant_hessian *out, struct sits_error *err)
 {
-  double *a = mem_calloc((size_t)(n * n), sizeof *a), *b = mem_calloc((size_t)(n * n), sizeof *b), *column = mem_calloc((size_t)n,
-                                                                                                                        sizeof *column);
-  enum sits_status status = a && b && column ? SITS_OK : sits_fail(err, SITS_NOMEM, "out of memory for a Hessian of %lld", (long long)n);
   double mean = 0;
   for (int64_t i = 0; i < n; i++) mean += (double)h[i * n + i] / (double)n;
-  if (!status && !(mean > 0 && isfinite(mean))) status = sits_fail(err, SITS_FORMAT,
-                                                                   "the calibration inputs of a site are all zero or not finite");
+  if (!(mean > 0 && isfinite(mean)))
+    return sits_fail(err, SITS_FORMAT, "the calibration inputs of a site are all zero or not finite");
+  double *a = mem_calloc((size_t)(n * n), sizeof *a), *row = mem_calloc((size_t)n, sizeof *row);
+  enum sits_status status = a && row ? SITS_OK : sits_fail(err, SITS_NOMEM, "out of memory for a Hessian of %lld", (long long)n);
   if (!status) {
     for (int64_t i = 0; i < n; i++) {
       for (int64_t j = 0; j < i; j++) a[i * n + j] = (double)h[j * n + i];
@@ -72,17 +72,16 @@ static enum sits_status factor(const float *h, int64_t n, struct quant_hessian *
     }
     bool ok = cholesky(a, n);
     if (ok) {
-      invert_lower(a, n, column);
-      outer_lower(a, n, b);
-      ok = cholesky(b, n);
+      invert_lower(a, n, row);
+      outer_lower(a, n, row);
+      ok = cholesky(a, n);
     }
     if (!ok) status = sits_fail(err, SITS_FORMAT, "a Hessian is not positive definite: too little calibration text");
     for (int64_t i = 0; i < n && !status; i++)
-      for (int64_t j = i; j < n; j++) out->upper[i * n + j] = (float)b[j * n + i];
+      for (int64_t j = 0; j < n; j++) h[i * n + j] = j < i ? 0 : (float)a[j * n + i];
   }
   mem_free(a);
-  mem_free(b);
-  mem_free(column);
+  mem_free(row);
   return status;
 }
 
@@ -91,9 +90,9 @@ enum sits_status quant_hessian_create(float *h, int64_t k, struct quant_hessian 
   struct quant_hessian *hessian = mem_calloc(1, sizeof *hessian);
   if (!hessian) return sits_fail(err, SITS_NOMEM, "out of memory");
   hessian->k = k;
-  hessian->upper = mem_calloc((size_t)(k * k), sizeof *hessian->upper);
+  hessian->upper = h;
   hessian->diagonal = mem_calloc((size_t)k, sizeof *hessian->diagonal);
-  enum sits_status status = hessian->upper && hessian->diagonal ? factor(h, k, hessian, err) : sits_fail(err, SITS_NOMEM, "out of memory");
+  enum sits_status status = hessian->diagonal ? factor(h, k, hessian, err) : sits_fail(err, SITS_NOMEM, "out of memory");
   if (status) quant_hessian_destroy(hessian);
   else *out = hessian;
   return status;
@@ -102,18 +101,17 @@ enum sits_status quant_hessian_create(float *h, int64_t k, struct quant_hessian 
 void quant_hessian_destroy(struct quant_hessian *hessian)
 {
   if (!hessian) return;
-  mem_free(hessian->upper);
   mem_free(hessian->diagonal);
   mem_free(hessian);
 }
 
-void quant_gptq_row(const struct quant_hessian *hessian, float *row, int64_t group, int bits, bool has_minimum, bool clip,
+void quant_gptq_row(const struct quant_hessian *hessian, float *row, int64_t group, const struct quant_rule *rule,
                     struct quant_grid *grids, int32_t *q)
 {
   const int64_t n = hessian->k;
   for (int64_t i = 0; i < n; i++) {
     struct quant_grid *grid = &grids[i / group];
-    if (i % group == 0) *grid = quant_fit(row + i, hessian->diagonal + i, group, bits, has_minimum, clip);
+    if (i % group == 0) *grid = quant_fit(row + i, hessian->diagonal + i, group, rule);
     const float *u = hessian->upper + i * n;
     q[i] = quant_round(grid, row[i]);
     const float e = (row[i] - quant_value(grid, q[i])) / u[i];

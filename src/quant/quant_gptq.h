@@ -12,15 +12,16 @@
 #include "quant/quant_weight.h"
 #include "sits2026/status.h"
 
-/* upper: [K][K] f32, row-major, the upper Cholesky factor U of the inverse of the damped H (H^-1 = U^T U). */
+/* upper: [K][K] f32, row-major, the upper Cholesky factor U of the inverse of the damped H (H^-1 = U^T U); the caller's h. */
 struct quant_hessian { int64_t k; float *upper, *diagonal; };
 
-/* h: [K][K] f32, the sum of outer products (upper triangle is enough); used up as workspace. SITS_NOMEM; SITS_FORMAT when not positive. */
+/* h: [K][K] f32, the sum of outer products (upper triangle is enough). It becomes `upper` in place and must outlive the result; beside it
+ * one matrix of doubles is needed. SITS_NOMEM; SITS_FORMAT when not positive. */
 enum sits_status quant_hessian_create(float *h, int64_t k, struct quant_hessian **out, struct sits_error *err) SITS_MUST_CHECK;
 void quant_hessian_destroy(struct quant_hessian *hessian);
 
 /* row: [K], changed; grids: [K / group]; q: [K]. */
-void quant_gptq_row(const struct quant_hessian *hessian, float *row, int64_t group, int bits, bool has_minimum, bool clip,
+void quant_gptq_row(const struct quant_hessian *hessian, float *row, int64_t group, const struct quant_rule *rule,
                     struct quant_grid *grids, int32_t *q);
 
 #endif

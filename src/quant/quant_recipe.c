@@ -20,6 +20,9 @@ static const struct option_spec specs[] = {
         "Inputs that share a scale: 32, 64 or 128; 0: one scale per output channel. Where it does not divide a row, the "
         "largest that does."),
     BOOL("weight-minimum", weight_minimum, "true", "A minimum beside each scale, so that a group's range need not be symmetric."),
+    ENUM("weight-scales", weight_scales, "f16", "f16|multiples|powers",
+         "What the scales of int4 groups may be where a matrix is rounded anew: any; 1 to 16 times one scale of the output channel; or 1, "
+         "2, 4, 8 or 16 times it."),
     BOOL("keep-grid", keep_grid, "true",
          "Matrices that come as integers of the wanted width or less in groups of 32 (Q4_0, Q4_1; for int8 also Q5_0, Q5_1, Q8_0) pass "
          "unchanged; those that come in 4 bits of another form (Q4_K) keep their form."),
@@ -92,6 +95,9 @@ static enum sits_status check(const struct quant_recipe *r, const char *origin, 
   if (group != 0 && group != 32 && group != 64 && group != 128)
     return sits_fail_param(err, SITS_CONFIG, "weight-group", "%.150s: weight-group is 0, 32, 64 or 128, not %lld", origin,
                            (long long)group);
+  if (strcmp(r->weight_scales, "f16") != 0 && (strcmp(r->weights, "int4") != 0 || group == 0))
+    return sits_fail_param(err, SITS_CONFIG, "weight-scales", "%.150s: weight-scales %s goes with int4 weights in groups", origin,
+                           r->weight_scales);
   if (strcmp(r->weights, "f16") == 0 && (strcmp(r->activations, "float") != 0 || strcmp(r->method, "rtn") != 0))
     return sits_fail_param(err, SITS_CONFIG, "activations", "%.150s: f16 weights go with float activations and rtn", origin);
   if (strcmp(r->weights, "f16") == 0 && strcmp(r->down_activations, "same") != 0 && strcmp(r->down_activations, "float") != 0)

@@ -15,6 +15,7 @@ struct quant_recipe {
   const char *weights;               /* f16|int8|int4: of the layers' matrices */
   int64_t weight_group;              /* 0: per channel */
   bool weight_minimum;
+  const char *weight_scales;         /* f16|multiples|powers */
   bool keep_grid;
   bool clip;
   const char *method;                /* rtn|gptq */

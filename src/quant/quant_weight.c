@@ -50,15 +50,100 @@ static double grid_error(const struct quant_grid *grid, const float *x, const fl
   return sum;
 }
 
-struct quant_grid quant_fit(const float *x, const float *weight, int64_t n, int bits, bool has_minimum, bool clip)
+static void range_of(const float *x, int64_t n, float *lo, float *hi)
 {
-  float lo = x[0], hi = x[0];
+  *lo = *hi = x[0];
   for (int64_t i = 1; i < n; i++) {
-    lo = x[i] < lo ? x[i] : lo;
-    hi = x[i] > hi ? x[i] : hi;
+    *lo = x[i] < *lo ? x[i] : *lo;
+    *hi = x[i] > *hi ? x[i] : *hi;
   }
-  struct quant_grid best = make_grid(lo, hi, bits, has_minimum);
-  if (!clip || bits != 4) return best;
+}
+
+/* ---- multiples of a row's scale ---- */
+
+enum { MOST_MULTIPLE = 16 };
+
+static bool is_multiple(enum quant_scales scales, int m) { return scales == QUANT_SCALES_MULTIPLES || (m & (m - 1)) == 0; }
+
+/* At least v, with 7 significant bits in the range of f16: m times that is an f16 for m up to 16. */
+static float seven_bits(float v)
+{
+  int exponent;
+  const float fraction = frexpf(v, &exponent); /* 0.5..1 */
+  if (exponent < -13) return ceilf(v * 0x1p24F) * 0x1p-24F; /* where f16 has fixed steps */
+  return ldexpf(ceilf(fraction * 128.0F) / 128.0F, exponent);
+}
+
+/* 4 bits with a given step: placed so that the range is in the middle, or at either end of it. */
+static struct quant_grid grid_of_step(float lo, float hi, float scale, bool has_minimum, int place)
+{
+  if (!has_minimum) return (struct quant_grid){.scale = scale, .lowest = -8, .highest = 7};
+  const float minimum = place == 0 ? (lo + hi - 15.0F * scale) * 0.5F : place == 1 ? lo : hi - 15.0F * scale;
+  return (struct quant_grid){.scale = scale, .minimum = half_round(minimum), .lowest = 0, .highest = 15};
+}
+
+static float wanted_step(float lo, float hi, bool has_minimum)
+{
+  return has_minimum ? (hi - lo) / 15.0F : (fabsf(lo) > fabsf(hi) ? fabsf(lo) : fabsf(hi)) / 7.0F;
+}
+
+/* Without clipping the least multiple that spans the group's range; with it the one of least error among those of half that and more. */
+static struct quant_grid fit_multiple(const float *x, const float *weight, int64_t n, const struct quant_rule *rule)
+{
+  float lo, hi;
+  range_of(x, n, &lo, &hi);
+  const float wanted = wanted_step(lo, hi, rule->has_minimum);
+  struct quant_grid best = {0};
+  double least = INFINITY;
+  for (int m = 1; m <= MOST_MULTIPLE; m++) {
+    const float step = (float)m * rule->channel;
+    const bool spans = step >= wanted || m == MOST_MULTIPLE;
+    if (!is_multiple(rule->scales, m) || (!spans && (!rule->clip || step < 0.5F * wanted))) continue;
+    for (int place = 0; place < (rule->has_minimum && rule->clip ? 3 : 1); place++) {
+      const struct quant_grid grid = grid_of_step(lo, hi, step, rule->has_minimum, place);
+      const double error = grid_error(&grid, x, weight, n);
+      if (error < least) least = error, best = grid;
+    }
+    if (spans) break;
+  }
+  return best;
+}
+
+/* The widest group decides about where the scale lies; a few below that, where 16 times them clips it, are tried with the least multiple
+ * that spans a group. */
+float quant_channel(const float *row, const float *weight, int64_t n, int64_t group, const struct quant_rule *rule)
+{
+  struct quant_rule quick = *rule;
+  float widest = 0, best = 0;
+  double least = INFINITY;
+  if (rule->scales == QUANT_SCALES_F16) return 0;
+  for (int64_t g = 0; g < n; g += group) {
+    float lo, hi;
+    range_of(row + g, group, &lo, &hi);
+    const float step = wanted_step(lo, hi, rule->has_minimum);
+    if (step > widest) widest = step;
+  }
+  quick.clip = false;
+  for (int k = 0; k < (rule->clip ? 5 : 1) && widest > 0; k++) {
+    double error = 0;
+    quick.channel = seven_bits(widest * (1.0F - 0.1F * (float)k) / (float)MOST_MULTIPLE);
+    for (int64_t g = 0; g < n; g += group) {
+      const struct quant_grid grid = fit_multiple(row + g, weight ? weight + g : NULL, group, &quick);
+      error += grid_error(&grid, row + g, weight ? weight + g : NULL, group);
+    }
+    if (error < least) least = error, best = quick.channel;
+  }
+  return best;
+}
+
+struct quant_grid quant_fit(const float *x, const float *weight, int64_t n, const struct quant_rule *rule)
+{
+  const bool has_minimum = rule->has_minimum;
+  float lo, hi;
+  if (rule->scales != QUANT_SCALES_F16) return fit_multiple(x, weight, n, rule);
+  range_of(x, n, &lo, &hi);
+  struct quant_grid best = make_grid(lo, hi, rule->bits, has_minimum);
+  if (!rule->clip || rule->bits != 4) return best;
   double least = grid_error(&best, x, weight, n);
   /* With a minimum the two ends move by themselves, in fewer steps; without one they move together. */
   const int n_high = has_minimum ? 4 : 12, n_low = has_minimum ? 4 : 1;
@@ -67,7 +152,7 @@ struct quant_grid quant_fit(const float *x, const float *weight, int64_t n, int 
     for (int b = 0; b < n_low; b++) {
       const float keep_high = 1.0F - step * (float)a, keep_low = has_minimum ? 1.0F - step * (float)b : keep_high;
       const struct quant_grid grid =
-          make_grid(middle + (lo - middle) * keep_low, middle + (hi - middle) * keep_high, bits, has_minimum);
+          make_grid(middle + (lo - middle) * keep_low, middle + (hi - middle) * keep_high, rule->bits, has_minimum);
       const double error = grid_error(&grid, x, weight, n);
       if (error < least) least = error, best = grid;
     }
@@ -222,7 +307,8 @@ static enum sits_status convert_integer(const struct sits_utd *source, const str
                                         float *row, struct quant_tensor *out, struct sits_error *err)
 {
   const int64_t n = source->dims[1], group = spec->group ? spec->group : n, n_groups = n / group;
-  const int bits = spec->dtype == SITS_DTYPE_I4 ? 4 : 8;
+  struct quant_rule rule = {.bits = spec->dtype == SITS_DTYPE_I4 ? 4 : 8, .has_minimum = spec->has_minimum, .clip = spec->clip,
+                            .scales = spec->scales};
   if (!allocate(out, source, spec->dtype, spec->group, spec->has_minimum)) return no_memory(source->name, err);
   int32_t *q = mem_calloc((size_t)n, sizeof *q);
   struct quant_grid *grids = mem_calloc((size_t)n_groups, sizeof *grids);
@@ -237,11 +323,12 @@ static enum sits_status convert_integer(const struct sits_utd *source, const str
     if (status) break;
     out->norm += sum_squares(row, n);
     memcpy(kept, row, (size_t)n * sizeof *kept);
+    rule.channel = quant_channel(row, hessian ? hessian->diagonal : NULL, n, group, &rule);
     if (hessian) {
-      quant_gptq_row(hessian, row, group, bits, spec->has_minimum, spec->clip, grids, q);
+      quant_gptq_row(hessian, row, group, &rule, grids, q);
     } else {
       for (int64_t g = 0; g < n_groups; g++) {
-        grids[g] = quant_fit(row + g * group, NULL, group, bits, spec->has_minimum, spec->clip);
+        grids[g] = quant_fit(row + g * group, NULL, group, &rule);
         for (int64_t i = g * group; i < (g + 1) * group; i++) q[i] = quant_round(&grids[g], row[i]);
       }
     }

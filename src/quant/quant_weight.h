@@ -15,10 +15,15 @@
 #include "sits2026/status.h"
 #include "sits2026/utd.h"
 
+/* What the scales of a row's groups may be: any f16; or 1..16 times one scale of the row (of the powers only 1, 2, 4, 8, 16 times). That
+ * one has 7 significant bits, so that every multiple is an f16 to the bit: files hold the products, and who wants the factors divides. */
+enum quant_scales { QUANT_SCALES_F16, QUANT_SCALES_MULTIPLES, QUANT_SCALES_POWERS };
+
 struct quant_spec {
   enum sits_dtype dtype;             /* F16, I8, I4 */
   int32_t group;                     /* 0: per channel */
   bool has_minimum, keep_grid, clip;
+  enum quant_scales scales;          /* of matrices that are rounded anew; not F16: I4 in groups only */
   const float *column_scale, *row_scale; /* [K] [rows] the source's values are multiplied by them first; NULL: by 1 */
 };
 
@@ -41,10 +46,18 @@ bool quant_keeps(const struct sits_utd *source, const struct quant_spec *spec);
 void quant_describe(const struct sits_utd *source, enum sits_dtype dtype, int32_t group, struct sits_utd *out);
 void quant_tensor_fini(struct quant_tensor *tensor);
 
-/* One group: step and minimum (0 when symmetric) as they will be stored, for n values; bits 4 or 8. weight: importance of each value,
- * NULL = equal. Exposed for GPTQ and tests. */
+/* One group: step and minimum (0 when symmetric) as they will be stored, for n values. weight: importance of each value, NULL = equal.
+ * Exposed for GPTQ and tests. */
 struct quant_grid { float scale, minimum; int32_t lowest, highest; }; /* value = scale * q + minimum, lowest <= q <= highest */
-struct quant_grid quant_fit(const float *x, const float *weight, int64_t n, int bits, bool has_minimum, bool clip);
+struct quant_rule {                  /* how grids are fitted */
+  int bits;                          /* 4, 8 */
+  bool has_minimum, clip;
+  enum quant_scales scales;
+  float channel;                     /* the row's scale, of quant_channel; 0 with F16 */
+};
+struct quant_grid quant_fit(const float *x, const float *weight, int64_t n, const struct quant_rule *rule);
+/* The scale of a row whose groups take multiples of it; 0 with F16. weight: [n] or NULL. */
+float quant_channel(const float *row, const float *weight, int64_t n, int64_t group, const struct quant_rule *rule);
 int32_t quant_round(const struct quant_grid *grid, float value);
 static inline float quant_value(const struct quant_grid *grid, int32_t q) { return grid->scale * (float)q + grid->minimum; }
 

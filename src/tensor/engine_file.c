@@ -353,6 +353,7 @@ enum sits_status engine_file_verify(const struct engine_file *file, int64_t firs
     for (int k = 0; k < ENGINE_SECTION_KEYS; k++)
       if (tensor->spans[k].offset) checksum = hash_bulk(checksum, file->data + tensor->spans[k].offset, (size_t)tensor->spans[k].n_bytes);
     if (checksum != tensor->checksum) return bad(file, tensor->utd.name, "checksum differs: the file is damaged", err);
+    engine_file_drop(file, &tensor->utd); /* not the whole file at once in this process; who packs it reads it from the page cache */
   }
   for (int64_t i = 0; first == 0 && i < engine_file_n_blobs(file); i++) {
     const json_t *row = json_array_get(json_object_get(file->header, "blobs"), (size_t)i);

@@ -143,6 +143,41 @@ def test_gptq_beats_rounding_to_nearest(tmp_path):
 
 
 @needs_stories
+@pytest.mark.parametrize("kind,allowed", [("multiples", set(range(1, 17))), ("powers", {1, 2, 4, 8, 16})])
+def test_group_scales_are_multiples_of_one(kind, allowed, tmp_path):
+    """Every row's scales are whole multiples of one f16, the file runs like any other, and costs little beside free scales."""
+    found = {}
+    for scales in ("f16", kind):
+        (tmp_path / "r.yaml").write_text(f"weights: int4\nactivations: int8\nscaling: none\nweight-scales: {scales}\nmethod: gptq\n")
+        compile_model(STORIES / "hf", tmp_path / f"{scales}.bin", "--recipe", tmp_path / "r.yaml", "--calibration", TEXT,
+                      "--calibration-ctx", 256)
+        found[scales] = perplexity(tmp_path / f"{scales}.bin", "--text", TEXT, "--ctx", 256, "--windows", 16)["perplexity"]
+    assert found[kind] != found["f16"] and found[kind] < 1.1 * found["f16"]
+    assert scale_multiples(tmp_path / f"{kind}.bin") <= allowed
+    assert not scale_multiples(tmp_path / "f16.bin") <= allowed
+
+
+def scale_multiples(path):
+    """What all scales of a row are times the largest number of which they are whole multiples up to 16; 0: no such number."""
+    data = path.read_bytes()
+    found = set()
+    for tensor in json.loads(data[40:40 + int.from_bytes(data[16:24], "little")])["tensors"]:
+        if tensor["dtype"] != "i4":
+            continue
+        rows, width = tensor["dims"]
+        scales = np.frombuffer(data, np.float16, rows * width // tensor["group_size"], tensor["scales"][0]).astype(np.float64)
+        for row in scales.reshape(rows, -1):
+            for n in range(1, 17):
+                multiples = row / (row.min() / n)
+                if np.array_equal(multiples, np.rint(multiples)) and multiples.max() <= 16:
+                    found |= set(multiples.astype(int).tolist())
+                    break
+            else:
+                found.add(0)
+    return found
+
+
+@needs_stories
 def test_outlier_channels(tmp_path):
     """Channels scaled 50 times: plain rounding to 4 bits fails, scales moved into the weights, GPTQ and a few 8-bit channels hold."""
     model = tmp_path / "model"

@@ -83,6 +83,64 @@ def test_compare_compiles_recipes_and_stores_caches(engine, tmp_path):
     assert not list((tmp_path / "t").iterdir())
 
 
+def test_parts_join_to_the_whole(engine, tmp_path):
+    """Windows compared in three runs, joined in any order, are the table of one run over all of them."""
+    def compare(out, skip, n):
+        run("eval", "compare", "--models", f"{STORIES},{engine}", "--text", TEXT, "--ctx", CTX, "--windows", n, "--skip-windows", skip,
+            "--out", tmp_path / out)
+        return json.loads((tmp_path / out).read_text())
+
+    whole = compare("whole.json", 2, 6)
+    compare("a.json", 2, 2), compare("b.json", 4, 1), compare("c.json", 5, 3)
+    parts = ",".join(str(tmp_path / name) for name in ("c.json", "a.json", "b.json"))
+    done = run("eval", "join", "--parts", parts, "--out", tmp_path / "joined.json")
+    joined = json.loads((tmp_path / "joined.json").read_text())
+    assert joined["spans"] == [[2, 2], [4, 1], [5, 3]] and joined["windows"] == 6 and joined["skip_windows"] == 2
+    for found, want in zip(joined["rows"], whole["rows"], strict=True):
+        rate = found.pop("tokens_per_s")
+        assert 0 < rate and want.pop("tokens_per_s") > 0
+        assert set(found) == set(want)
+        for key, value in want.items():
+            assert found[key] == (pytest.approx(value, rel=1e-12, abs=1e-12) if isinstance(value, (float, list)) else value), key
+    assert "6 windows of 128 tokens" in done.stdout and "w4a8.bin" in done.stdout
+
+
+@pytest.mark.parametrize("change,text", [
+    (None, "is in two parts"),                                    # the same windows twice
+    (lambda r: r.update(ctx=256), "'ctx'"),
+    (lambda r: r.update(text="other.txt"), "'text'"),
+    (lambda r: r["rows"][1].update(name="other.bin"), "'name'"),
+    (lambda r: r["rows"].pop(), "'rows'"),
+    (lambda r: r["rows"][0]["window_nll"].pop(), "no result"),
+    (lambda r: r["rows"][0]["window_kl"].__setitem__(0, "x"), "no result"),
+    (lambda r: r.pop("skip_windows"), "no result"),
+    (lambda r: r.update(windows=-1), "no result"),
+    (lambda r: r["rows"][1].pop("accuracy"), "no result"),
+])
+def test_join_refuses(change, text, engine, tmp_path):
+    run("eval", "compare", "--models", f"{STORIES},{engine}", "--text", TEXT, "--ctx", CTX, "--windows", 1, "--out", tmp_path / "a.json")
+    result = json.loads((tmp_path / "a.json").read_text())
+    if change:
+        result["skip_windows"] = 1
+        change(result)
+    (tmp_path / "b.json").write_text(json.dumps(result))
+    done = subprocess.run([str(BIN / "sits2026-eval"), "join", "--parts", f"{tmp_path}/a.json,{tmp_path}/b.json"], capture_output=True,
+                          text=True)
+    assert done.returncode in (1, 2) and text in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("recipe,kv", [("w16a16", "f16"), ("w4a8", "int8"), ("w4a4", "f16")])
+def test_layer_by_layer_is_the_whole_model(recipe, kv, tmp_path):
+    """The same likelihoods to the bit, when both take the text in steps of as many tokens."""
+    run("compile", STORIES, "-o", tmp_path / "m.bin", "--recipe", recipe, "--calibration", TEXT, "--calibration-ctx", 256, "--quiet")
+    args = ("--model", tmp_path / "m.bin", "--text", TEXT, "--ctx", 256, "--windows", 3, "--skip-windows", 1, "--kv-cache-dtype", kv,
+            "--json")
+    whole = json.loads(run("eval", "perplexity", *args, "--batch-tokens", 64).stdout)
+    layers = json.loads(run("eval", "perplexity", *args, "--by-layer").stdout)
+    assert layers["window_nll"] == whole["window_nll"] and layers["accuracy"] == whole["accuracy"]
+    assert "CPU only" in run("eval", "perplexity", *args, "--by-layer", "--device", "cuda", code=1).stderr
+
+
 def test_recipes_of_one_name_are_two(tmp_path):
     """Files of the same name in two folders are two recipes."""
     for folder, weights in (("a", "int8"), ("b", "int4")):

@@ -23,6 +23,14 @@ static struct cpu_weight_entry *find_weight(const struct backend_program *p, con
   return NULL;
 }
 
+/* A table in the caller's memory that is only looked up stays there: the caller may change its rows between batches. */
+static bool is_read_in_place(const struct program_op *op)
+{
+  const struct sits_utd *table = op->parts[0].weight;
+  return op->kind == PROGRAM_EMBED && table->dtype == SITS_DTYPE_F32 && table->place == SITS_PLACE_HOST && table->data != NULL &&
+         table->layout == SITS_LAYOUT_ROW_MAJOR && sits_utd_row_major_bytes(table) <= (int64_t)table->n_bytes;
+}
+
 static enum sits_status collect_weights(struct backend_program *p, struct sits_error *err)
 {
   const struct program *program = p->program;
@@ -32,7 +40,7 @@ static enum sits_status collect_weights(struct backend_program *p, struct sits_e
   if (p->weights == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
   for (int32_t i = 0; i < program->n_ops; i++)
     for (int k = 0; k < program->ops[i].n_parts; k++)
-      if (find_weight(p, program->ops[i].parts[k].weight) == NULL)
+      if (!is_read_in_place(&program->ops[i]) && find_weight(p, program->ops[i].parts[k].weight) == NULL)
         p->weights[p->n_weights++].utd = program->ops[i].parts[k].weight;
 
   size_t total = 0;
@@ -169,7 +177,7 @@ static int32_t cut_ranges(struct cpu_step *step, struct cpu_range *out)
 static void set_unit(const struct backend_program *p, struct cpu_step *step)
 {
   step->unit = (step->op->fused & PROGRAM_FUSE_QKV) ? p->program->dims.head_dim : 1;
-  for (int k = 0; k < step->n_parts; k++) {
+  for (int k = 0; k < step->n_parts && step->parts[k].weight; k++) {
     const int32_t tile = cpu_weight_row_tile(step->parts[k].weight);
     step->unit = step->unit / gcd(step->unit, tile) * tile;
   }
@@ -226,7 +234,8 @@ static enum sits_status make_steps(struct backend_program *p, struct sits_error 
     step->out_width = op->out[0] == PROGRAM_NONE ? 0 : program->buffers[op->out[0]].width;
     step->n_parts = op->n_parts;
     for (int k = 0; k < op->n_parts; k++) {
-      step->parts[k].weight = find_weight(p, op->parts[k].weight)->weight;
+      const struct cpu_weight_entry *entry = find_weight(p, op->parts[k].weight); /* NULL: a table read in place */
+      step->parts[k].weight = entry ? entry->weight : NULL;
       step->parts[k].rows = op->parts[k].weight->dims[0];
     }
     set_unit(p, step);

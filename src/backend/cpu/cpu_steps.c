@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "backend/cpu/cpu_program.h"
+#include "tensor/dequant.h"
 
 /* Tokens t0..t1 of a step that works token by token. */
 struct span { int64_t t0, t1; };
@@ -37,12 +38,14 @@ static void fill_rotations(struct backend_program *p, struct span span)
 static void run_embed(struct backend_program *p, const struct cpu_step *step, struct span span)
 {
   const struct program_dims *dims = &p->program->dims;
+  const struct cpu_weight *w = step->parts[0].weight;
   const int32_t n = dims->n_vocab / program_n_ranks(p->program), first = n * dims->rank; /* the rows that are here */
   for (int64_t t = span.t0; t < span.t1; t++) {
     const int32_t row = p->batch.in->tokens[t] - first;
     float *x = step->out[0] + t * step->out_width;
-    if (row >= 0 && row < n) cpu_weight_row(step->parts[0].weight, row, x);
-    else memset(x, 0, (size_t)step->out_width * sizeof *x);
+    if (row < 0 || row >= n) memset(x, 0, (size_t)step->out_width * sizeof *x);
+    else if (w) cpu_weight_row(w, row, x);
+    else dequant_tensor_row(step->op->parts[0].weight, row, x);
   }
 }
 

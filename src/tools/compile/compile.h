@@ -73,9 +73,16 @@ struct compile_stats {
   float **hessian;                   /* [n_sites] [width][width] upper triangle of the sum of x x^T; only those asked for */
 };
 
-/* Run calibration text through the model and gather energies of all sites, and Hessians of sites first_site..last_site - 1. */
-enum sits_status compile_calibrate(const struct compile_options *options, const struct model *model, int32_t first_site, int32_t last_site,
-                                   struct compile_stats *out, struct sits_error *err) SITS_MUST_CHECK;
+/* Run calibration text through the model, layer by layer, and gather energies and samples of all sites. */
+enum sits_status compile_calibrate(const struct compile_options *options, const struct model *model, struct compile_stats *out,
+                                   struct sits_error *err) SITS_MUST_CHECK;
+/* The same walk, for Hessians of the sites first..last-1 of one layer at a time, in ascending order of layers; out holds only those. */
+struct calibration;
+enum sits_status calibration_open(const struct compile_options *options, const struct model *model, struct calibration **out,
+                                  struct sits_error *err) SITS_MUST_CHECK;
+enum sits_status calibration_hessians(struct calibration *calibration, int32_t first_site, int32_t last_site, struct compile_stats *out,
+                                      struct sits_error *err) SITS_MUST_CHECK;
+void calibration_close(struct calibration *calibration); /* NULL is fine */
 void compile_stats_fini(struct compile_stats *stats);
 
 /* AWQ (arXiv:2306.00978): a factor for each input channel of a site, by which its matrices' columns are multiplied and what makes the input

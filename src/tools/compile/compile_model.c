@@ -183,7 +183,9 @@ struct quant_spec compile_spec(const struct quant_recipe *r, const struct sits_u
   struct quant_spec spec = {.dtype = is_text(r->weights, "int4") ? SITS_DTYPE_I4 : is_text(r->weights,
                                                                                            "int8") ? SITS_DTYPE_I8 : SITS_DTYPE_F16,
                             .group = (int32_t)r->weight_group, .has_minimum = r->weight_minimum, .keep_grid = r->keep_grid,
-                            .clip = r->clip};
+                            .clip = r->clip,
+                            .scales = is_text(r->weight_scales, "multiples") ? QUANT_SCALES_MULTIPLES
+                                      : is_text(r->weight_scales, "powers")  ? QUANT_SCALES_POWERS : QUANT_SCALES_F16};
   if (!is_outer) return spec;
   const bool is_float = source->dtype == SITS_DTYPE_F32 || source->dtype == SITS_DTYPE_F16 || source->dtype == SITS_DTYPE_BF16;
   const bool is_half = is_text(r->head, "f16") || (is_text(r->head, "keep") && is_float);
@@ -231,6 +233,7 @@ static enum sits_status make_matrix(struct compilation *c, struct compile_matrix
       m->output_error = compile_output_error(m, &c->acts[m->site], &c->stats, spec.column_scale, row_scale);
     status = compile_journal_put(&c->journal, m, err);
     m->is_done = !status;
+    source_drop_pages(c->model->source, m->source);
   }
   mem_free(row_scale);
   return status;
@@ -286,27 +289,38 @@ static bool is_site_done(const struct compilation *c, int32_t site)
   return is_done;
 }
 
-/* GPTQ: as many sites at a time as their Hessians fit the memory; the text runs once for each such part. */
+/* Sites of one layer from `first` on whose Hessians fit the memory together, at least one. */
+static int32_t last_of_part(const struct compilation *c, int32_t first)
+{
+  const int32_t end = (first / MODEL_SITES + 1) * MODEL_SITES;
+  int64_t bytes = 0;
+  int32_t last = first;
+  for (; last < end; last++) {
+    const int64_t width = compile_site_width(c->model, last), more = width * width * (int64_t)sizeof(float);
+    if (last > first && bytes + more > c->options->hessian_memory) break;
+    bytes += more;
+  }
+  return last;
+}
+
+/* GPTQ: layer by layer, and of a layer as many sites at a time as their Hessians fit the memory; the layer runs once for each such part. */
 static enum sits_status make_by_gptq(struct compilation *c, struct sits_error *err)
 {
   const int32_t n = COMPILE_HEAD_SITE(c->model);
-  enum sits_status status = SITS_OK;
+  struct calibration *calibration = NULL;
+  enum sits_status status = calibration_open(c->options, c->model, &calibration, err);
   for (int32_t first = 0, last; first < n && !status; first = last) {
-    int64_t bytes = 0;
     last = first + 1;
     if (is_site_done(c, first)) continue;
-    for (last = first; last < n; last++) {
-      const int64_t width = compile_site_width(c->model, last), more = width * width * (int64_t)sizeof(float);
-      if (last > first && bytes + more > c->options->hessian_memory) break;
-      bytes += more;
-    }
+    last = last_of_part(c, first);
     struct compile_stats stats;
-    status = compile_calibrate(c->options, c->model, first, last, &stats, err);
+    status = calibration_hessians(calibration, first, last, &stats, err);
     if (status) break;
     scale_hessians(c, &stats, first, last);
     status = make_range(c, &stats, first, last, err);
     compile_stats_fini(&stats);
   }
+  calibration_close(calibration);
   if (!c->options->quiet) fprintf(stderr, "\n");
   return status;
 }
@@ -504,7 +518,7 @@ enum sits_status compile_run(const struct compile_options *options, struct compi
   const bool measures = options->calibration && !is_text(c.recipe.weights, "f16") && options->report;
   if (!status) status = open_journal(&c, err);
   if (!status && (needs_energies(&c.recipe, c.model) || scales || measures))
-    status = compile_calibrate(options, c.model, 0, 0, &c.stats, err);
+    status = compile_calibrate(options, c.model, &c.stats, err);
   if (!status && scales) status = compile_scales_make(&c.recipe, c.model, &c.stats, &c.scales, err);
   if (!status) status = make_acts(&c, err);
   if (!status) status = list_matrices(&c, err);

@@ -88,9 +88,12 @@ static double row_error(const float *row, const float *scale, const double *rms,
 {
   const int32_t group = spec->group && width % spec->group == 0 ? spec->group : spec->group ? ACT_GROUP : width;
   double sum = 0;
+  struct quant_rule rule = {.bits = spec->dtype == SITS_DTYPE_I4 ? 4 : 8, .has_minimum = spec->has_minimum, .clip = spec->clip,
+                            .scales = spec->scales};
   for (int32_t c = 0; c < width; c++) x[c] = row[c] * scale[c];
+  rule.channel = quant_channel(x, NULL, width, group, &rule);
   for (int32_t g = 0; g < width; g += group) {
-    const struct quant_grid grid = quant_fit(x + g, NULL, group, spec->dtype == SITS_DTYPE_I4 ? 4 : 8, spec->has_minimum, spec->clip);
+    const struct quant_grid grid = quant_fit(x + g, NULL, group, &rule);
     for (int32_t c = g; c < g + group; c++) {
       const double e = (double)(quant_value(&grid, quant_round(&grid, x[c])) - x[c]) / (double)scale[c] * rms[c];
       sum += e * e;

@@ -1,7 +1,6 @@
 /* sits2026-compile MODEL -o FILE [options]: options here, the work in compile_*.c. */
 #include <stdio.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include "base/buf.h"
@@ -91,15 +90,13 @@ static enum sits_status compile(const struct compile_options *given, struct sits
   struct compile_result r;
   struct compile_options own = *given, *options = &own;
   struct opt_folder folder;
-  struct rusage usage = {0};
   enum sits_status status = take_opt_folder(options, &folder, err);
   if (!status) status = compile_run(options, &r, err);
   if (status) return status;
-  getrusage(RUSAGE_SELF, &usage);
   if (r.n_resumed > 0) printf("%lld matrices of an earlier run\n", (long long)r.n_resumed);
   printf("%s: recipe %s, %.1f MB of weights, %.1f %% of the layers' multiply-adds 4x4 bits, %d inputs scaled, %.1f s, "
          "peak memory %.0f MB\n", options->output, r.recipe, (double)r.weight_bytes * 1e-6, 100 * r.share_4x4, r.n_scaled, r.seconds,
-         (double)usage.ru_maxrss / 1024);
+         (double)mem_peak_bytes() * 1e-6);
   return SITS_OK;
 }
 

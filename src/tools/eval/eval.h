@@ -18,10 +18,10 @@
 struct eval_session;
 
 struct eval_options {
-  const char *model, *models, *text, *ids, *prompts, *tasks, *out, *calibration;
+  const char *model, *models, *text, *ids, *prompts, *tasks, *out, *calibration, *parts;
   const char *device, *isa, *kv_cache_dtype;
   int64_t threads, tensor_parallel_size, ctx, windows, skip_windows, batch_tokens, top, max_tokens, calibration_windows, kv_page_budget;
-  bool json, unfused, one_device, tensor_parallel_compress, add_special, parse_special, ignore_eos;
+  bool json, unfused, one_device, by_layer, tensor_parallel_compress, add_special, parse_special, ignore_eos;
   /* NULL, or: told when a session is open, before its first step (for measurements that change the cache). */
   enum sits_status (*on_open)(struct eval_session *session, struct sits_error *err);
 };
@@ -112,6 +112,7 @@ enum sits_status eval_write_json(const json_t *value, const char *path, struct s
 /* Commands: each prints its result on stdout. */
 enum sits_status eval_perplexity(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status eval_compare(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
+enum sits_status eval_join(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status eval_choice(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status eval_forced(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status eval_greedy(const struct eval_options *options, struct sits_error *err) SITS_MUST_CHECK;

@@ -23,7 +23,9 @@ static const struct option_spec specs[] = {
     STR("tasks", tasks, "JSON lines, {\"prompt\": \"...\", \"choices\": [\"...\", ...], \"answer\": 0} each (choice)."),
     STR("ids", ids, "Token ids as a JSON list (forced)."),
     STR("prompts", prompts, "JSON file: a list of {\"ids\": [...]} or {\"prompt\": \"...\"} (greedy)."),
-    STR("out", out, "File for results: float32 logits [position][vocabulary] (forced), int32 ids (tokenize), JSON (compare, choice)."),
+    STR("parts", parts, "FILE,FILE,...: what compare wrote by --out for different windows of one text (join)."),
+    STR("out", out,
+        "File for results: float32 logits [position][vocabulary] (forced), int32 ids (tokenize), JSON (compare, join, choice)."),
     INT("ctx", ctx, "512", 4, 1 << 24, "tokens", "Window (perplexity, compare); longest task (choice)."),
     INT("windows", windows, "0", 0, 1e9, "windows", "Windows to score; 0: all whole ones (perplexity, compare)."),
     INT("skip-windows", skip_windows, "0", 0, 1e9, "windows", "Windows to leave out at the text's start (perplexity, compare)."),
@@ -35,6 +37,7 @@ static const struct option_spec specs[] = {
     BOOL("parse-special", parse_special, "Take special tokens written out in the text as such."),
     BOOL("json", json, "Print JSON (perplexity, compare, choice; the others always do)."),
     BOOL("unfused", unfused, "Run plain ops only."),
+    BOOL("by-layer", by_layer, "On the CPU with one layer in memory at a time: for models that do not fit (perplexity)."),
     ENUM("device", device, "auto", "auto|cpu|cuda", "Where the model runs."),
     ENUM("isa", isa, "auto", "auto|scalar|avx2|avx512", "CPU instruction set."),
     INT("threads", threads, "0", 0, 1024, "threads", "CPU worker threads. 0: one per core."),
@@ -52,6 +55,7 @@ static const struct {
 } commands[] = {
     {"perplexity", eval_perplexity, "perplexity of a text, with llama.cpp's windowing"},
     {"compare", eval_compare, "several models or recipes on the same windows, one table"},
+    {"join", eval_join, "several results of compare, over different windows, as one"},
     {"choice", eval_choice, "multiple choice by log-likelihood"},
     {"forced", eval_forced, "logits over given ids"},
     {"greedy", eval_greedy, "most likely continuations of prompts"},
@@ -78,7 +82,8 @@ static int run(int argc, char **argv, struct option_set *set, struct eval_option
     if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) return print_help(set);
   enum sits_status status = option_parse_args(set, argc, argv, 1, &command, &err);
   if (!status && !command) status = sits_fail(&err, SITS_CONFIG, "no command: see sits2026-eval --help");
-  if (!status && !options->model && !options->models) status = sits_fail_param(&err, SITS_CONFIG, "model", "no model: give --model PATH");
+  if (!status && !options->model && !options->models && !options->parts)
+    status = sits_fail_param(&err, SITS_CONFIG, "model", "no model: give --model PATH");
   int found = 0;
   while (!status && found < N_COMMANDS && strcmp(commands[found].name, command) != 0) found++;
   if (!status && found == N_COMMANDS) status = sits_fail(&err, SITS_CONFIG, "unknown command '%.32s': see sits2026-eval --help", command);

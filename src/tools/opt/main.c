@@ -4,7 +4,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -27,7 +26,7 @@ static const struct option_spec specs[] = {
     {"max-ppl-loss", OPTION_FLOAT, AT(max_ppl_loss), "0", 0, 1000, "percent", 0, NULL, "Options",
      "Most that perplexity may rise, in percent of the 16-bit model's. 0: no search, the recipe as it is."},
     INT("calibration-windows", calibration_windows, "3", 1, 1 << 20, "windows", "Windows that calibrate."),
-    INT("windows", windows, "4", 1, 1 << 20, "windows", "Windows that measure."),
+    INT("windows", windows, "4", 1, 1 << 20, "windows", "Windows that measure; max-ppl-loss takes as many again to judge by."),
     INT("ctx", ctx, "2048", 8, 1 << 20, "tokens", "Tokens of a window; at most the model's context."),
     INT("sensitivity-ctx", sensitivity_ctx, "512", 8, 1 << 20, "tokens", "Tokens of the window that sensitivities are measured on."),
     {"rotate", OPTION_ENUM, AT(rotate), "auto", 0, 0, "", 0, "auto|none|all", "Options",
@@ -77,12 +76,12 @@ enum sits_status opt_compile(const struct opt_run *run, const char *source, cons
   return status;
 }
 
-enum sits_status opt_measure(const struct opt_run *run, const char *model, double *nll, struct sits_error *err)
+enum sits_status opt_measure(const struct opt_run *run, const char *model, bool held_out, double *nll, struct sits_error *err)
 {
   const struct opt_options *o = run->options;
   const struct eval_options eval = {.model = model, .text = o->calibration, .device = "cpu", .isa = "auto", .kv_cache_dtype = "auto",
-                                    .threads = o->threads, .ctx = o->ctx, .windows = o->windows, .skip_windows = o->calibration_windows,
-                                    .batch_tokens = 512};
+                                    .threads = o->threads, .ctx = o->ctx, .windows = o->windows, .by_layer = true,
+                                    .skip_windows = o->calibration_windows + (held_out ? o->windows : 0)};
   struct eval_score score;
   const enum sits_status status = eval_score(&eval, &score, err);
   if (status) return status;
@@ -96,16 +95,34 @@ enum sits_status opt_measure(const struct opt_run *run, const char *model, doubl
 static enum sits_status measure_reference(struct opt_run *run, struct sits_error *err)
 {
   char path[4096];
-  const json_t *known = json_object_get(run->state, "reference_nll");
+  const bool judges = run->options->max_ppl_loss > 0;
+  const json_t *known = json_object_get(run->state, "reference_nll"), *held_out = json_object_get(run->state, "held_out_reference_nll");
   opt_path(run, "reference.bin", path);
   run->reference = json_number_value(known);
-  if (known && access(path, R_OK) == 0) return SITS_OK;
+  run->held_out_reference = json_number_value(held_out);
+  if (known && (held_out || !judges) && access(path, R_OK) == 0) return SITS_OK;
   enum sits_status status = opt_compile(run, run->options->model, "w16a16", path, NULL, NULL, true, err);
-  if (!status) status = opt_measure(run, path, &run->reference, err);
+  if (!status) status = opt_measure(run, path, false, &run->reference, err);
+  if (!status && judges) status = opt_measure(run, path, true, &run->held_out_reference, err);
   if (status) return status;
   printf("16 bits: perplexity %.4f\n", exp(run->reference));
   json_object_set_new(run->state, "reference_nll", json_real(run->reference));
   json_object_set_new(run->state, "reference_perplexity", json_real(exp(run->reference)));
+  if (judges) json_object_set_new(run->state, "held_out_reference_nll", json_real(run->held_out_reference));
+  return opt_save(run, err);
+}
+
+/* Perplexity of the finished file, on the windows that were searched on or on those held out. */
+static enum sits_status report_loss(struct opt_run *run, const char *model, bool held_out, struct sits_error *err)
+{
+  double nll = 0;
+  const enum sits_status status = opt_measure(run, model, held_out, &nll, err);
+  if (status) return status;
+  const double loss = 100 * (exp(nll - (held_out ? run->held_out_reference : run->reference)) - 1);
+  printf("perplexity %.4f, %+.2f %% of the 16-bit model's%s\n", exp(nll), loss,
+         held_out ? ", on windows held out; on other texts it can be more" : "");
+  json_object_set_new(run->state, held_out ? "held_out_perplexity" : "perplexity", json_real(exp(nll)));
+  json_object_set_new(run->state, held_out ? "held_out_loss_percent" : "loss_percent", json_real(loss));
   return opt_save(run, err);
 }
 
@@ -113,7 +130,6 @@ static enum sits_status measure_reference(struct opt_run *run, struct sits_error
 static enum sits_status make_model(struct opt_run *run, struct sits_error *err)
 {
   char model[4096], recipe[4096], report[4096], work[4096];
-  double nll = 0;
   opt_path(run, "model.bin", model);
   opt_path(run, "recipe.yaml", recipe);
   opt_path(run, "report.json", report);
@@ -122,13 +138,31 @@ static enum sits_status make_model(struct opt_run *run, struct sits_error *err)
   enum sits_status status = searches ? opt_compile(run, run->source, NULL, model, NULL, NULL, true, err) : SITS_OK;
   if (!status) status = opt_search(run, err);
   if (!status) status = opt_compile(run, run->source, recipe, model, report, work, false, err);
-  if (!status) status = opt_measure(run, model, &nll, err);
+  if (!status) status = opt_plot(run, err);
+  if (!status) status = report_loss(run, model, false, err);
+  if (!status && searches) status = report_loss(run, model, true, err);
+  if (!status) rmdir(work);
+  return status;
+}
+
+/* A search needs windows to calibrate, to search on, and to judge by. */
+static enum sits_status check_windows(const struct opt_options *o, const struct model *model, struct sits_error *err)
+{
+  const int64_t wanted = o->calibration_windows + 2 * o->windows;
+  const struct eval_options text = {.text = o->calibration};
+  struct token_list ids = {0};
+  struct tokenizer *tokenizer;
+  enum sits_status status = tokenizer_load(model->source, &tokenizer, err);
   if (status) return status;
-  rmdir(work);
-  printf("perplexity %.4f, %+.2f %% of the 16-bit model's\n", exp(nll), 100 * (exp(nll - run->reference) - 1));
-  json_object_set_new(run->state, "perplexity", json_real(exp(nll)));
-  json_object_set_new(run->state, "loss_percent", json_real(100 * (exp(nll - run->reference) - 1)));
-  return opt_save(run, err);
+  status = eval_encode_file(tokenizer, &text, &ids, err);
+  tokenizer_destroy(tokenizer);
+  if (!status && ids.n / o->ctx < wanted)
+    status = sits_fail_param(err, SITS_INVALID_ARGUMENT, "calibration",
+                             "max-ppl-loss needs %" PRId64 " windows of text (%" PRId64 " that calibrate, %" PRId64
+                             " to search on, as many to judge by), the text has %" PRId64, wanted, o->calibration_windows, o->windows,
+                             ids.n / o->ctx);
+  token_list_fini(&ids);
+  return status;
 }
 
 /* The state of an earlier run with the same options, or a new one. */
@@ -146,6 +180,7 @@ static enum sits_status open_state(struct opt_run *run, struct sits_error *err)
   status = compile_fingerprint(model->source, o->calibration, &inputs, err);
   if (!status && (o->ctx > model->config.max_context || o->sensitivity_ctx > model->config.max_context))
     status = sits_fail_param(err, SITS_CONFIG, "ctx", "ctx %" PRId64 " is more than the model's context", o->ctx);
+  if (!status && o->max_ppl_loss > 0) status = check_windows(o, model, err);
   buf_init(&text, 1 << 20);
   buf_printf(&text, "%s %" PRIx64 " %" PRId64 " %" PRId64 " %" PRId64 " %" PRId64 " %s %" PRId64 " %" PRId64 " %s ", o->model, inputs,
              o->calibration_windows, o->windows, o->ctx, o->sensitivity_ctx, o->rotate, o->rotation_seeds, o->down_rotation,
@@ -177,7 +212,6 @@ static enum sits_status open_state(struct opt_run *run, struct sits_error *err)
 static enum sits_status optimise(const struct opt_options *o, struct sits_error *err)
 {
   struct opt_run run = {.options = o};
-  struct rusage usage = {0};
   char reference[4096], base[4096];
   if (!o->calibration) return sits_fail_param(err, SITS_CONFIG, "calibration", "no text: give --calibration FILE");
   if (strlen(o->output) > 4000 || strlen(o->model) > 4000 || (o->recipe && strlen(o->recipe) > 4000))
@@ -198,8 +232,7 @@ static enum sits_status optimise(const struct opt_options *o, struct sits_error 
   opt_path(&run, "reference.bin", reference);
   if (!status) unlink(reference);
   if (!status) unlink(base);
-  getrusage(RUSAGE_SELF, &usage);
-  if (!status) printf("peak memory %.0f MB\n", (double)usage.ru_maxrss / 1024);
+  if (!status) printf("peak memory %.0f MB\n", (double)mem_peak_bytes() * 1e-6);
   return status;
 }
 

@@ -26,6 +26,7 @@ struct opt_run {
   char recipe[4096];                 /* by what: the recipe given, or DIR/base.yaml where its open questions were settled */
   int32_t n_layers;
   double reference;                  /* mean negative log-likelihood of the 16-bit model on the measuring windows */
+  double held_out_reference;         /* and on those held out; with a search only */
   json_t *state;                     /* object: DIR/search.json */
 };
 
@@ -34,8 +35,9 @@ void opt_path(const struct opt_run *run, const char *name, char out[4096]);
 /* Compile `source` by a recipe; report: JSON file or NULL; work: folder for a run that was cut, or NULL. */
 enum sits_status opt_compile(const struct opt_run *run, const char *source, const char *recipe, const char *output, const char *report,
                              const char *work, bool is_quiet, struct sits_error *err) SITS_MUST_CHECK;
-/* Mean negative log-likelihood on the windows after those that calibrate. */
-enum sits_status opt_measure(const struct opt_run *run, const char *model, double *nll, struct sits_error *err) SITS_MUST_CHECK;
+/* Mean negative log-likelihood on the windows after those that calibrate, or, held_out, on as many after these. Layer by layer. */
+enum sits_status opt_measure(const struct opt_run *run, const char *model, bool held_out, double *nll, struct sits_error *err)
+    SITS_MUST_CHECK;
 /* Write the state to DIR/search.json. */
 enum sits_status opt_save(const struct opt_run *run, struct sits_error *err) SITS_MUST_CHECK;
 /* A bar on stderr, where that is a terminal. */
@@ -54,8 +56,11 @@ enum sits_status opt_prepare(const struct model *model, const struct opt_plan *p
     SITS_MUST_CHECK;
 /* Decide on scaling and rotations and leave DIR/prepared.bin and run->source, or run->source as it is. */
 enum sits_status opt_rotate(struct opt_run *run, struct sits_error *err) SITS_MUST_CHECK;
-/* DIR/recipe.yaml: the recipe, with the fewest 8-bit inputs that keep the loss. Reads DIR/model.bin, made by the recipe as it is, and
- * DIR/reference.bin. Without --max-ppl-loss the recipe as it is, and nothing is read. */
+/* DIR/recipe.yaml: the recipe, with the fewest 8-bit inputs that keep the loss, also on windows held out. Reads DIR/model.bin, made by the
+ * recipe as it is, and DIR/reference.bin. Without --max-ppl-loss the recipe as it is, and nothing is read. */
 enum sits_status opt_search(struct opt_run *run, struct sits_error *err) SITS_MUST_CHECK;
+
+/* DIR/report.png from DIR/report.json. */
+enum sits_status opt_plot(const struct opt_run *run, struct sits_error *err) SITS_MUST_CHECK;
 
 #endif

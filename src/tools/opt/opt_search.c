@@ -3,7 +3,9 @@
  * Sensitivity of a site: the divergence from the 16-bit model on one window of the text when it alone has 4-bit inputs, less that when none
  * has, over the multiply-adds that it makes 4x4 bits. Sites take 4 bits in the order of that quotient, so that the share of 4x4-bit
  * products is the highest for a given divergence as far as the divergences add up; how many, is found by bisection on the measured loss,
- * which takes it to grow with each site. Entry point: opt_search. */
+ * which takes it to grow with each site. What was found is judged on windows that took no part in finding it, and gives up 4-bit sites
+ * until it holds there too. The model runs layer by layer; a site's divergence starts from the hidden states before its layer.
+ * Entry point: opt_search. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -15,6 +17,7 @@
 #include "base/mem.h"
 #include "opt.h"
 #include "quant/quant_recipe.h"
+#include "tools/compile/compile_layers.h"
 #include "tools/eval/eval.h"
 
 struct site { int32_t layer, kind; double products, divergence; struct act_format own; };
@@ -23,34 +26,34 @@ struct search {
   struct opt_run *run;
   struct site *sites;                /* [n] those that the recipe gives 4-bit inputs; after ranking the least sensitive first */
   int32_t n;
-  struct eval_session session;       /* of the model compiled by the recipe */
+  struct model *model;               /* compiled by the recipe */
+  struct layer_walk *walk;           /* of it, over the window */
   struct token_list ids;
   float *reference;                  /* [rows][V] logits of the 16-bit model */
   int32_t n_vocab;
   double sum;                        /* of divergences over the rows of a window */
 };
 
-static struct eval_options eval_of(const struct opt_run *run, const char *model)
-{
-  const struct opt_options *o = run->options;
-  return (struct eval_options){.model = model, .text = o->calibration, .device = "cpu", .isa = "auto", .kv_cache_dtype = "auto",
-                               .threads = o->threads, .ctx = o->sensitivity_ctx, .batch_tokens = 512};
-}
-
 /* ---- divergence ---- */
 
-static void keep_row(void *user, int32_t index, const float *row, int32_t wanted)
+static float *reference_row(const struct search *s, int32_t position)
 {
-  struct search *s = user;
-  (void)wanted;
-  memcpy(s->reference + (size_t)index * (size_t)s->n_vocab, row, (size_t)s->n_vocab * sizeof *row);
+  return s->reference + (size_t)(position - (int32_t)s->run->options->sensitivity_ctx / 2) * (size_t)s->n_vocab;
 }
 
-static void compare_row(void *user, int32_t index, const float *row, int32_t wanted)
+static void keep_row(void *user, int64_t window, int32_t position, const float *row)
+{
+  const struct search *s = user;
+  (void)window;
+  if (position < s->run->options->sensitivity_ctx - 1) memcpy(reference_row(s, position), row, (size_t)s->n_vocab * sizeof *row);
+}
+
+static void compare_row(void *user, int64_t window, int32_t position, const float *row)
 {
   struct search *s = user;
-  const float *reference = s->reference + (size_t)index * (size_t)s->n_vocab;
-  (void)wanted;
+  const float *reference = reference_row(s, position);
+  (void)window;
+  if (position == s->run->options->sensitivity_ctx - 1) return; /* not scored */
   s->sum += eval_divergence(reference, eval_logsumexp(reference, s->n_vocab), row, eval_logsumexp(row, s->n_vocab), s->n_vocab);
 }
 
@@ -62,55 +65,75 @@ static int32_t *window_of(const struct search *s)
   return s->ids.ids + (at + o->sensitivity_ctx <= s->ids.n ? at : 0);
 }
 
-static enum sits_status open_session(const struct search *s, const char *model, struct eval_session *out, struct sits_error *err)
+static enum sits_status open_walk(const struct search *s, const struct model *model, struct layer_walk **out, struct sits_error *err)
 {
-  const struct eval_options eval = eval_of(s->run, model);
-  const int32_t rows = eval_scored(eval.ctx);
-  return eval_session_open(out, &eval, 1, (int32_t)eval.ctx, rows < 512 ? rows : 512, err);
+  const struct layer_walk_options how = {.n_threads = (int32_t)s->run->options->threads, .kv_codec = "auto"};
+  return layer_walk_open(model, &how, window_of(s), 1, (int32_t)s->run->options->sensitivity_ctx, out, err);
+}
+
+static enum sits_status run_to_end(struct layer_walk *walk, const struct model *model, int32_t first, layer_row_fn fn, void *user,
+                                   struct sits_error *err)
+{
+  enum sits_status status = SITS_OK;
+  while (!status && layer_walk_at(walk) < model->config.n_layers) status = layer_walk_run(walk, NULL, true, err);
+  return status ? status : layer_walk_head(walk, NULL, first, fn, user, err);
+}
+
+static enum sits_status encode_text(struct search *s, const struct model *model, struct sits_error *err)
+{
+  const struct opt_options *o = s->run->options;
+  const struct eval_options eval = {.text = o->calibration};
+  struct tokenizer *tokenizer;
+  enum sits_status status = tokenizer_load(model->source, &tokenizer, err);
+  if (status) return status;
+  status = eval_encode_file(tokenizer, &eval, &s->ids, err);
+  const int32_t bos = tokenizer_adds_bos(tokenizer) ? tokenizer_bos(tokenizer) : -1;
+  tokenizer_destroy(tokenizer);
+  if (status) return status;
+  if (s->ids.n < o->sensitivity_ctx)
+    return sits_fail_param(err, SITS_CONFIG, "sensitivity-ctx", "the text is shorter than that");
+  if (bos >= 0) *window_of(s) = bos;
+  return SITS_OK;
 }
 
 static enum sits_status run_reference(struct search *s, struct sits_error *err)
 {
   char path[4096];
-  struct eval_session session;
-  int64_t ignored = 0;
+  struct model *model;
+  struct layer_walk *walk = NULL;
   const int32_t ctx = (int32_t)s->run->options->sensitivity_ctx;
   opt_path(s->run, "reference.bin", path);
-  enum sits_status status = open_session(s, path, &session, err);
+  enum sits_status status = model_open(path, &model, err);
   if (status) return status;
-  const struct eval_options eval = eval_of(s->run, path);
-  s->n_vocab = session.runner.model->config.n_vocab;
+  s->n_vocab = model->config.n_vocab;
   s->reference = mem_calloc((size_t)eval_scored(ctx) * (size_t)s->n_vocab, sizeof *s->reference);
   if (!s->reference) status = sits_fail(err, SITS_NOMEM, "out of memory for a window's logits");
-  if (!status) status = eval_encode_file(session.tokenizer, &eval, &s->ids, err);
-  if (!status && s->ids.n < ctx) status = sits_fail_param(err, SITS_CONFIG, "sensitivity-ctx", "the text is shorter than that");
-  if (!status) status = eval_window(&session, window_of(s), ctx, keep_row, s, &ignored, err);
-  eval_session_close(&session);
+  if (!status) status = encode_text(s, model, err);
+  if (!status) status = open_walk(s, model, &walk, err);
+  if (!status) status = run_to_end(walk, model, ctx / 2, keep_row, s, err);
+  layer_walk_close(walk);
+  model_close(model);
   return status;
 }
 
-/* Divergence with 4-bit inputs at site `only` and 8-bit ones at all others; only < 0: nowhere. */
-static enum sits_status divergence_of(struct search *s, int32_t only, double *out, struct sits_error *err)
+/* Divergence from where the walk is to the end, and back to the mark. */
+static enum sits_status divergence_from_here(struct search *s, double *out, struct sits_error *err)
 {
   const int32_t ctx = (int32_t)s->run->options->sensitivity_ctx;
-  int64_t ignored = 0;
-  for (int32_t i = 0; i < s->n; i++) {
-    struct act_format *act = &s->session.runner.model->layers[s->sites[i].layer].act[s->sites[i].kind];
-    *act = s->sites[i].own;
-    if (i != only) *act = (struct act_format){.kind = ACT_INT8, .rotation = act->rotation};
-  }
   s->sum = 0;
-  enum sits_status status = runner_recompile(&s->session.runner, err);
-  if (!status) status = eval_window(&s->session, window_of(s), ctx, compare_row, s, &ignored, err);
+  enum sits_status status = run_to_end(s->walk, s->model, ctx / 2, compare_row, s, err);
   *out = s->sum / eval_scored(ctx);
-  return status;
+  return status ? status : layer_walk_back(s->walk, err);
 }
 
 /* ---- sensitivities ---- */
 
+static struct act_format *act_of(const struct search *s, const struct site *site) { return &s->model->layers[site->layer].act[site->kind]; }
+
+/* In the order of layers; all of them get 8-bit inputs. */
 static enum sits_status list_sites(struct search *s, struct sits_error *err)
 {
-  const struct model *m = s->session.runner.model;
+  const struct model *m = s->model;
   s->sites = mem_calloc((size_t)m->config.n_layers * MODEL_SITES, sizeof *s->sites);
   if (!s->sites) return sits_fail(err, SITS_NOMEM, "out of memory");
   for (int32_t i = 0; i < m->config.n_layers; i++)
@@ -122,6 +145,7 @@ static enum sits_status list_sites(struct search *s, struct sits_error *err)
       *site = (struct site){.layer = i, .kind = k, .own = l->act[k]};
       for (int p = 0; p < 3 && parts[k][p]; p++)
         site->products += (double)parts[k][p]->dims[0] * (double)(parts[k][p]->dims[1] - l->act[k].n_outliers);
+      *act_of(s, site) = (struct act_format){.kind = ACT_INT8, .rotation = site->own.rotation};
     }
   return SITS_OK;
 }
@@ -138,6 +162,27 @@ static int by_quotient(const void *a, const void *b)
   return u < v ? -1 : u > v ? 1 : x->layer != y->layer ? x->layer - y->layer : x->kind - y->kind;
 }
 
+/* The site alone with its own format. The walk stands before its layer, marked. */
+static enum sits_status measure_site(struct search *s, struct site *site, double base, json_t *known, struct sits_error *err)
+{
+  char name[32];
+  double with = 0;
+  site_text(site, name);
+  const json_t *row = json_object_get(known, name);
+  if (row) {
+    site->divergence = json_number_value(json_object_get(row, "divergence"));
+    return SITS_OK;
+  }
+  const struct act_format plain = *act_of(s, site);
+  *act_of(s, site) = site->own;
+  const enum sits_status status = divergence_from_here(s, &with, err);
+  *act_of(s, site) = plain;
+  if (status) return status;
+  site->divergence = with - base;
+  json_object_set_new(known, name, json_pack("{sf sf}", "divergence", with - base, "products", site->products));
+  return opt_save(s->run, err);
+}
+
 /* Those that the state holds are taken from there. */
 static enum sits_status measure_sites(struct search *s, struct sits_error *err)
 {
@@ -147,19 +192,18 @@ static enum sits_status measure_sites(struct search *s, struct sits_error *err)
     known = json_object();
     json_object_set_new(s->run->state, "sensitivity", known);
   }
-  enum sits_status status = divergence_of(s, -1, &base, err);
+  enum sits_status status = open_walk(s, s->model, &s->walk, err);
+  if (!status) status = layer_walk_mark(s->walk, err);
+  if (!status) status = divergence_from_here(s, &base, err);
   for (int32_t i = 0; i < s->n && !status; i++) {
-    char name[32];
-    site_text(&s->sites[i], name);
-    const json_t *row = json_object_get(known, name);
-    double with = 0;
-    if (!row) status = divergence_of(s, i, &with, err);
-    if (status) break;
-    s->sites[i].divergence = row ? json_number_value(json_object_get(row, "divergence")) : with - base;
-    if (!row) json_object_set_new(known, name, json_pack("{sf sf}", "divergence", with - base, "products", s->sites[i].products));
-    if (!row) status = opt_save(s->run, err);
-    opt_progress("sensitivities", i + 1, s->n);
+    const bool moves = layer_walk_at(s->walk) < s->sites[i].layer;
+    while (!status && layer_walk_at(s->walk) < s->sites[i].layer) status = layer_walk_run(s->walk, NULL, true, err);
+    if (!status && moves) status = layer_walk_mark(s->walk, err);
+    if (!status) status = measure_site(s, &s->sites[i], base, known, err);
+    if (!status) opt_progress("sensitivities", i + 1, s->n);
   }
+  layer_walk_close(s->walk);
+  s->walk = NULL;
   if (!status) qsort(s->sites, (size_t)s->n, sizeof *s->sites, by_quotient);
   return status;
 }
@@ -208,53 +252,80 @@ static double share_of(const struct search *s, int32_t n)
   return all > 0 ? part / all : 0;
 }
 
-/* Loss in percent with n 4-bit sites; from the state where it was measured before. */
-static enum sits_status try_sites(struct search *s, int32_t n, double *loss, struct sits_error *err)
+struct loss { double found, judged; }; /* percent, on the windows searched on and on those held out; judged NAN: not measured */
+
+/* The recipe with n 4-bit sites; from the state where it was measured before. */
+static enum sits_status try_sites(struct search *s, int32_t n, bool judges, struct loss *out, struct sits_error *err)
 {
   char recipe[4096], made[4096];
-  double nll = 0;
-  json_t *tries = json_object_get(s->run->state, "tries"), *row;
+  const char *key = judges ? "held_out_loss_percent" : "loss_percent";
+  double *to = judges ? &out->judged : &out->found, nll = 0;
+  json_t *tries = json_object_get(s->run->state, "tries"), *row, *mine = NULL;
   size_t index;
   json_array_foreach(tries, index, row)
-    if (json_integer_value(json_object_get(row, "int4_sites")) == n) {
-      *loss = json_number_value(json_object_get(row, "loss_percent"));
-      return SITS_OK;
-    }
+    if (json_integer_value(json_object_get(row, "int4_sites")) == n) mine = row;
+  if (json_object_get(mine, key)) {
+    *to = json_number_value(json_object_get(mine, key));
+    return SITS_OK;
+  }
   opt_path(s->run, "try.yaml", recipe);
   opt_path(s->run, "try.bin", made);
   enum sits_status status = write_recipe(s, n, recipe, err);
   if (!status) status = opt_compile(s->run, s->run->source, recipe, made, NULL, NULL, true, err);
-  if (!status) status = opt_measure(s->run, made, &nll, err);
+  if (!status) status = opt_measure(s->run, made, judges, &nll, err);
   unlink(recipe);
   unlink(made);
   if (status) return status;
-  *loss = 100 * (exp(nll - s->run->reference) - 1);
-  printf("%d of %d sites with 4-bit inputs, %.1f %% of their products: perplexity %.4f, %+.2f %%\n", n, s->n, 100 * share_of(s, n),
-         exp(nll), *loss);
+  *to = 100 * (exp(nll - (judges ? s->run->held_out_reference : s->run->reference)) - 1);
+  printf("%d of %d sites with 4-bit inputs, %.1f %% of their products: perplexity %.4f, %+.2f %%%s\n", n, s->n, 100 * share_of(s, n),
+         exp(nll), *to, judges ? " on the windows held out" : "");
   fflush(stdout);
-  json_array_append_new(tries, json_pack("{si sf sf}", "int4_sites", n, "perplexity", exp(nll), "loss_percent", *loss));
+  if (!mine) {
+    mine = json_pack("{si}", "int4_sites", n);
+    json_array_append_new(tries, mine);
+  }
+  json_object_set_new(mine, judges ? "held_out_perplexity" : "perplexity", json_real(exp(nll)));
+  json_object_set_new(mine, key, json_real(*to));
   return opt_save(s->run, err);
+}
+
+static enum sits_status refuse(double loss, double most, const char *where, struct sits_error *err)
+{
+  return sits_fail_param(err, SITS_CONFIG, "max-ppl-loss", "even with 8-bit inputs everywhere the loss is %.2f %%%s, above %.2f %%", loss,
+                         where, most);
 }
 
 static enum sits_status bisect(struct search *s, int32_t *out, struct sits_error *err)
 {
   const double most = s->run->options->max_ppl_loss;
-  double loss;
+  struct loss loss = {0};
   int32_t low = 0, high = s->n;      /* low holds, high does not, once tried */
-  enum sits_status status = try_sites(s, high, &loss, err);
+  enum sits_status status = try_sites(s, high, false, &loss, err);
   *out = high;
-  if (status || loss <= most) return status;
-  status = try_sites(s, 0, &loss, err);
-  if (!status && loss > most)
-    return sits_fail_param(err, SITS_CONFIG, "max-ppl-loss", "even with 8-bit inputs everywhere the loss is %.2f %%, above %.2f %%", loss,
-                           most);
+  if (status || loss.found <= most) return status;
+  status = try_sites(s, 0, false, &loss, err);
+  if (!status && loss.found > most) return refuse(loss.found, most, "", err);
   while (high - low > 1 && !status) {
     const int32_t middle = low + (high - low) / 2;
-    status = try_sites(s, middle, &loss, err);
-    if (loss <= most) low = middle;
+    status = try_sites(s, middle, false, &loss, err);
+    if (loss.found <= most) low = middle;
     else high = middle;
   }
   *out = low;
+  return status;
+}
+
+/* What the search found must hold where it did not look: it gives up a sixteenth of its 4-bit sites at a time until it does. */
+static enum sits_status judge(struct search *s, int32_t *n, struct sits_error *err)
+{
+  const double most = s->run->options->max_ppl_loss;
+  struct loss loss = {0};
+  enum sits_status status = try_sites(s, *n, true, &loss, err);
+  while (!status && loss.judged > most) {
+    if (*n == 0) return refuse(loss.judged, most, " on the windows held out", err);
+    *n -= *n / 16 + 1 < *n ? *n / 16 + 1 : *n;
+    status = try_sites(s, *n, true, &loss, err);
+  }
   return status;
 }
 
@@ -268,11 +339,12 @@ enum sits_status opt_search(struct opt_run *run, struct sits_error *err)
   if (run->options->max_ppl_loss <= 0) return write_recipe(&s, 0, recipe, err); /* as it is */
   if (!json_object_get(run->state, "tries")) json_object_set_new(run->state, "tries", json_array());
   enum sits_status status = run_reference(&s, err);
-  if (!status) status = open_session(&s, model, &s.session, err);
+  if (!status) status = model_open(model, &s.model, err);
   if (!status) status = list_sites(&s, err);
   if (!status) status = measure_sites(&s, err);
-  eval_session_close(&s.session);
+  if (s.model) model_close(s.model); /* the file is written again */
   if (!status) status = bisect(&s, &chosen, err);
+  if (!status) status = judge(&s, &chosen, err);
   if (!status) status = write_recipe(&s, chosen, recipe, err);
   if (!status) {
     json_object_set_new(run->state, "chosen", json_integer(chosen));

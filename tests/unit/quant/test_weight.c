@@ -106,6 +106,52 @@ static void rounding_is_to_nearest(void **state)
   }
 }
 
+/* Every scale of a row is 1..16 times one number, to the bit, and values lie within half a step where nothing is clipped. Powers err more
+ * than multiples, those more than free scales; with clipping nobody errs more than without. */
+static void scales_are_multiples(void **state)
+{
+  (void)state;
+  static float x[64 * K];
+  double errors[2][2][3];
+  for (size_t i = 0; i < 64 * K; i++) x[i] = (uniform(5, i) + 0.3F) * powf(4.0F, uniform(6, i / 32)) * ldexpf(1, (int)(i / K % 13) - 8);
+  for (int c = 0; c < 12; c++) {
+    const struct quant_spec spec = {.dtype = SITS_DTYPE_I4, .group = 32, .has_minimum = c & 1, .clip = c & 2,
+                                    .scales = (enum quant_scales)(c / 4)};
+    const struct sits_utd source = floats(x, 64, K);
+    struct quant_tensor made;
+    struct sits_error err = {0};
+    if (quant_convert(&source, &spec, NULL, &made, &err)) fail_msg("%s", err.text);
+    errors[c & 1][c >> 1 & 1][c / 4] = made.error;
+    for (int r = 0; r < 64 && spec.scales != QUANT_SCALES_F16; r++) {
+      const uint16_t *scales = (const uint16_t *)made.utd.scales + r * (K / 32);
+      float got[K], channel = 0;
+      dequant_tensor_row(&made.utd, r, got);
+      for (int n = 1; n <= 16 && channel == 0; n++) { /* the row's scale is the least one over some whole number */
+        float least = INFINITY;
+        bool all = true;
+        for (int g = 0; g < K / 32; g++) least = fminf(least, half_to_float(scales[g]));
+        for (int g = 0; g < K / 32; g++) {
+          const double m = (double)half_to_float(scales[g]) / ((double)least / n);
+          all &= m == rint(m) && m >= 1 && m <= 16 && (spec.scales == QUANT_SCALES_MULTIPLES || ((int)m & ((int)m - 1)) == 0);
+        }
+        if (all) channel = least / (float)n;
+      }
+      if (channel == 0) fail_msg("case %d, row %d: scales are no multiples", c, r);
+      for (int i = 0; i < K && !spec.clip; i++) {
+        const double step = (double)half_to_float(scales[i / 32]), e = fabs((double)got[i] - (double)x[r * K + i]);
+        if (e > 0.52 * step) fail_msg("case %d: error %g of step %g", c, e, step);
+      }
+    }
+    quant_tensor_fini(&made);
+  }
+  for (int c = 0; c < 4; c++) {
+    const double *e = errors[c & 1][c >> 1];
+    if (!(e[0] < e[1] && e[1] < e[2])) fail_msg("case %d: errors %g free, %g multiples, %g powers", c, e[0], e[1], e[2]);
+    if (!(e[1] < 1.25 * e[0])) fail_msg("case %d: multiples err %g, free scales %g", c, e[1], e[0]);
+  }
+  for (int k = 0; k < 3; k++) assert_true(errors[0][1][k] <= errors[0][0][k] && errors[1][1][k] <= errors[1][0][k]);
+}
+
 static void clipping_pays_with_outliers(void **state)
 {
   (void)state;
@@ -279,7 +325,7 @@ static void factor_is_the_inverse(void **state)
     struct quant_grid grids[2];
     int32_t q[N];
     for (int i = 0; i < N; i++) copy[i] = row[i] = uniform(80 + (uint64_t)r, (uint64_t)i);
-    quant_gptq_row(hessian, row, 32, 4, true, false, grids, q);
+    quant_gptq_row(hessian, row, 32, &(struct quant_rule){.bits = 4, .has_minimum = true}, grids, q);
     for (int i = 0; i < N; i++) assert_int_equal(q[i], quant_round(&grids[i / 32], copy[i]));
   }
   quant_hessian_destroy(hessian);
@@ -292,6 +338,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(grids_are_kept),          cmocka_unit_test(rounding_is_to_nearest), cmocka_unit_test(clipping_pays_with_outliers),
+      cmocka_unit_test(scales_are_multiples),
       cmocka_unit_test(shapes_that_do_not_divide), cmocka_unit_test(bad_values_are_named),  cmocka_unit_test(allocation_failures),
       cmocka_unit_test(gptq_loses_less_output),  cmocka_unit_test(factor_is_the_inverse)};
   return cmocka_run_group_tests(tests, NULL, NULL);
