@@ -19,7 +19,7 @@
 #define BATCH_TOKENS 512             /* of a layer */
 #define HEAD_TOKENS 64               /* of the head, whose rows are as wide as the vocabulary */
 
-struct states { FILE *file; int32_t layer; }; /* [n_windows][ctx][E] f32 */
+struct states { int file; int32_t layer; }; /* [n_windows][ctx][E] f32 in a file; -1: none */
 
 struct layer_walk {
   const struct model *model;
@@ -29,7 +29,7 @@ struct layer_walk {
   int64_t n_windows;
   int32_t ctx, batch, width;
   int32_t n_running;                 /* tokens of the batch at hand */
-  struct states now, mark;           /* mark.file NULL: none */
+  struct states now, mark;
   float *table;                      /* rows of the batch, in a mapping of table_bytes of which only those rows are touched */
   size_t table_bytes;
   int32_t *tokens, *positions, *pages; /* [batch] [batch] [pages of a window] */
@@ -49,8 +49,13 @@ struct stage {
 
 static enum sits_status open_states(struct states *states, struct sits_error *err)
 {
-  states->file = tmpfile();
-  return states->file ? SITS_OK : sits_fail(err, SITS_IO, "a temporary file for hidden states: %s", strerror(errno));
+  char path[4096];
+  const char *folder = getenv("TMPDIR");
+  const int n = snprintf(path, sizeof path, "%s/sits2026-layers-XXXXXX", folder && *folder ? folder : "/tmp");
+  states->file = n < (int)sizeof path ? mkstemp(path) : -1;
+  if (states->file < 0) return sits_fail(err, SITS_IO, "%.150s: a file for hidden states: %s", path, strerror(errno));
+  unlink(path);
+  return SITS_OK;
 }
 
 static enum sits_status move_rows(struct states *states, bool is_write, int64_t first, float *rows, int64_t n, int32_t width,
@@ -60,8 +65,8 @@ static enum sits_status move_rows(struct states *states, bool is_write, int64_t 
   const off_t base = (off_t)first * width * (off_t)sizeof *rows;
   for (size_t at = 0; at < n_bytes;) {
     void *bytes = (char *)rows + at;
-    const ssize_t some = is_write ? pwrite(fileno(states->file), bytes, n_bytes - at, base + (off_t)at)
-                                  : pread(fileno(states->file), bytes, n_bytes - at, base + (off_t)at);
+    const ssize_t some = is_write ? pwrite(states->file, bytes, n_bytes - at, base + (off_t)at)
+                                  : pread(states->file, bytes, n_bytes - at, base + (off_t)at);
     if (some > 0) at += (size_t)some;
     else if (some == 0 || errno != EINTR) return sits_fail(err, SITS_IO, "hidden states: %s", some == 0 ? "cut short" : strerror(errno));
   }
@@ -102,7 +107,8 @@ static enum sits_status stage_open(struct stage *s, const struct layer_walk *w, 
   const struct model_config *c = &w->model->config;
   const bool is_head = w->now.layer == c->n_layers;
   const int32_t batch = is_head && HEAD_TOKENS < w->batch ? HEAD_TOKENS : w->batch;
-  const struct backend_options backend = {.n_threads = w->options.n_threads, .max_batch_tokens = batch, .max_seqs = batch};
+  const struct backend_options backend = {.n_threads = w->options.n_threads, .isa = w->options.isa, .max_batch_tokens = batch,
+                                          .max_seqs = batch};
   const struct kv_geometry geometry = {.n_layers = 1, .n_kv_heads = c->n_kv_heads, .head_dim = c->head_dim, .codec = w->codec,
                                        .n_pages = (w->ctx + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS};
   *s = (struct stage){.walk = w, .input = {.name = "hidden states", .dtype = SITS_DTYPE_F32, .n_dims = 2,
@@ -192,13 +198,13 @@ static enum sits_status copy_states(struct layer_walk *w, struct states *from, s
 
 enum sits_status layer_walk_mark(struct layer_walk *w, struct sits_error *err)
 {
-  const enum sits_status status = w->mark.file ? SITS_OK : open_states(&w->mark, err);
+  const enum sits_status status = w->mark.file >= 0 ? SITS_OK : open_states(&w->mark, err);
   return status ? status : copy_states(w, &w->now, &w->mark, err);
 }
 
 enum sits_status layer_walk_back(struct layer_walk *w, struct sits_error *err)
 {
-  return w->mark.file ? copy_states(w, &w->mark, &w->now, err) : sits_fail(err, SITS_INTERNAL, "no mark to go back to");
+  return w->mark.file >= 0 ? copy_states(w, &w->mark, &w->now, err) : sits_fail(err, SITS_INTERNAL, "no mark to go back to");
 }
 
 /* ---- life ---- */
@@ -244,7 +250,7 @@ enum sits_status layer_walk_open(const struct model *model, const struct layer_w
   const struct model_config *c = &model->config;
   const int32_t rows = c->n_embd < c->n_vocab ? c->n_embd : c->n_vocab, n_pages = (ctx + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
   *w = (struct layer_walk){.model = model, .options = *options, .vtable = backend_find("cpu"), .n_windows = n_windows, .ctx = ctx,
-                           .width = c->n_embd, .batch = rows < BATCH_TOKENS ? rows : BATCH_TOKENS};
+                           .now.file = -1, .mark.file = -1, .width = c->n_embd, .batch = rows < BATCH_TOKENS ? rows : BATCH_TOKENS};
   enum sits_status status = w->vtable ? SITS_OK : sits_fail(err, SITS_UNSUPPORTED, "this build has no CPU backend");
   if (!status) status = choose_codec(w, err);
   if (!status) status = map_table(w, err);
@@ -263,8 +269,8 @@ enum sits_status layer_walk_open(const struct model *model, const struct layer_w
 void layer_walk_close(struct layer_walk *w)
 {
   if (!w) return;
-  if (w->now.file) fclose(w->now.file);
-  if (w->mark.file) fclose(w->mark.file);
+  if (w->now.file >= 0) close(w->now.file);
+  if (w->mark.file >= 0) close(w->mark.file);
   if (w->table) munmap(w->table, w->table_bytes);
   mem_free(w->tokens);
   mem_free(w->positions);

@@ -1,6 +1,6 @@
 /* A model run over windows of a text layer by layer: only one layer is packed for the CPU at a time, and what lies between two layers waits
- * in a temporary file. So calibration and measurement take the memory of one layer (or of the head) and of one batch, whatever the model's
- * size. Results are those of the whole model in batches of the same size.
+ * in a file without a name, in TMPDIR or else /tmp. So calibration and measurement take the memory of one layer (or of the head) and of one
+ * batch, whatever the model's size. Results are those of the whole model in batches of the same size.
  *
  * Life: open, then for each layer any number of layer_walk_run and one with `advance`, then layer_walk_head. One thread, and the backend's
  * workers. Errors name the tensor or file. */
@@ -17,6 +17,7 @@ struct layer_walk;
 
 struct layer_walk_options {
   int32_t n_threads;                 /* 0: one per core */
+  const char *isa;                   /* as backend_options.isa */
   const char *kv_codec;              /* how keys and values are stored between batches: a codec's name; NULL or "auto": the model's own */
 };
 

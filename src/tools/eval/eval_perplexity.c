@@ -71,7 +71,8 @@ static void score_layer_row(void *user, int64_t window, int32_t position, const 
 static enum sits_status walk_windows(const struct eval_options *options, const struct model *model, const struct tokenizer *tokenizer,
                                      int32_t *ids, struct eval_score *score, struct sits_error *err)
 {
-  const struct layer_walk_options how = {.n_threads = (int32_t)options->threads, .kv_codec = options->kv_cache_dtype};
+  const struct layer_walk_options how = {.n_threads = (int32_t)options->threads, .isa = options->isa,
+                                          .kv_codec = options->kv_cache_dtype};
   const int32_t ctx = (int32_t)options->ctx, bos = tokenizer_bos(tokenizer);
   struct layer_tally tally = {.ids = ids, .ctx = ctx, .n_vocab = model->config.n_vocab, .score = score};
   struct layer_walk *walk = NULL;
@@ -90,8 +91,8 @@ static enum sits_status score_by_layer(const struct eval_options *options, struc
   struct token_list ids = {0};
   struct eval_score score = {0};
   const int64_t start_us = clock_monotonic_us();
-  if (strcmp(options->device, "cuda") == 0)
-    return sits_fail_param(err, SITS_UNSUPPORTED, "by-layer", "by-layer runs on the CPU only");
+  if (strcmp(options->device, "cuda") == 0 || options->tensor_parallel_size > 1 || options->unfused || options->kv_page_budget > 0)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "by-layer", "by-layer runs on the CPU only, fused, on one device, without a page budget");
   enum sits_status status = model_open(options->model, &model, err);
   if (status) return status;
   if (options->ctx > model->config.max_context)
