@@ -107,7 +107,7 @@ static void rounding_is_to_nearest(void **state)
 }
 
 /* Every scale of a row is 1..16 times one number, to the bit, and values lie within half a step where nothing is clipped. Powers err more
- * than multiples, those more than free scales; with clipping nobody errs more than without. */
+ * than multiples, those more than free scales where nobody searches; with clipping nobody errs more than without. */
 static void scales_are_multiples(void **state)
 {
   (void)state;
@@ -146,7 +146,8 @@ static void scales_are_multiples(void **state)
   }
   for (int c = 0; c < 4; c++) {
     const double *e = errors[c & 1][c >> 1];
-    if (!(e[0] < e[1] && e[1] < e[2])) fail_msg("case %d: errors %g free, %g multiples, %g powers", c, e[0], e[1], e[2]);
+    const bool clips = c >> 1; /* then both search, in different steps */
+    if (!((clips || e[0] < e[1]) && e[1] < e[2])) fail_msg("case %d: errors %g free, %g multiples, %g powers", c, e[0], e[1], e[2]);
     if (!(e[1] < 1.25 * e[0])) fail_msg("case %d: multiples err %g, free scales %g", c, e[1], e[0]);
   }
   for (int k = 0; k < 3; k++) assert_true(errors[0][1][k] <= errors[0][0][k] && errors[1][1][k] <= errors[1][0][k]);
