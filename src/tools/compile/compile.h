@@ -66,7 +66,7 @@ void compile_journal_close(struct compile_journal *journal, bool is_finished);
 /* Input statistics of sites. */
 struct compile_stats {
   int32_t n_sites;
-  double **energy;                   /* [n_sites] [width]: sum of squares of each channel; NULL where nothing was seen */
+  double **energy;                   /* [n_sites] [width]: sum of squares of each channel; NULL beside Hessians */
   int64_t *n_tokens;                 /* [n_sites] */
   float **sample;                    /* [n_sites] [COMPILE_SAMPLE][width] inputs spread over the text; NULL as energy */
   int32_t *n_sampled, *stride;       /* [n_sites] kept; tokens between two */

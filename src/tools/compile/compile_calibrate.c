@@ -105,10 +105,8 @@ static void add_rows(struct gatherer *g, int32_t site, int32_t width, int32_t n)
   struct compile_stats *s = g->stats;
   const bool wants_hessian = site >= g->first_site && site < g->last_site;
   if (g->only_hessians && !wants_hessian) return;
-  if (!s->energy[site]) s->energy[site] = mem_calloc((size_t)width, sizeof **s->energy);
-  if (!s->sample[site] && !g->only_hessians) s->sample[site] = mem_calloc(COMPILE_SAMPLE * (size_t)width, sizeof **s->sample);
   if (wants_hessian && !s->hessian[site]) s->hessian[site] = mem_calloc((size_t)width * (size_t)width, sizeof **s->hessian);
-  if (!s->energy[site] || (!s->sample[site] && !g->only_hessians) || (wants_hessian && !s->hessian[site])) {
+  if (wants_hessian && !s->hessian[site]) {
     g->has_failed = true;
     return;
   }
@@ -205,7 +203,8 @@ enum sits_status calibration_open(const struct compile_options *o, const struct 
   return status;
 }
 
-static enum sits_status stats_init(struct compile_stats *s, const struct model *model, struct sits_error *err)
+/* What stays until the end is reserved before what comes and goes with each layer: else the heap would grow by holes between them. */
+static enum sits_status stats_init(struct compile_stats *s, const struct model *model, bool only_hessians, struct sits_error *err)
 {
   const size_t n = (size_t)COMPILE_HEAD_SITE(model) + 1;
   *s = (struct compile_stats){.n_sites = (int32_t)n, .energy = mem_calloc(n, sizeof *s->energy),
@@ -214,7 +213,14 @@ static enum sits_status stats_init(struct compile_stats *s, const struct model *
                               .stride = mem_calloc(n, sizeof *s->stride)};
   if (!s->energy || !s->n_tokens || !s->hessian || !s->sample || !s->n_sampled || !s->stride)
     return sits_fail(err, SITS_NOMEM, "out of memory");
-  for (size_t i = 0; i < n; i++) s->stride[i] = 1;
+  for (size_t i = 0; i < n; i++) {
+    const size_t width = (size_t)compile_site_width(model, (int32_t)i);
+    s->stride[i] = 1;
+    if (only_hessians) continue;
+    s->energy[i] = mem_calloc(width, sizeof **s->energy);
+    s->sample[i] = mem_calloc(COMPILE_SAMPLE * width, sizeof **s->sample);
+    if (!s->energy[i] || !s->sample[i]) return sits_fail(err, SITS_NOMEM, "out of memory for input statistics");
+  }
   return SITS_OK;
 }
 
@@ -240,7 +246,7 @@ enum sits_status calibration_hessians(struct calibration *c, int32_t first_site,
   *out = (struct compile_stats){0};
   enum sits_status status = SITS_OK;
   while (layer_walk_at(c->walk) < first_site / MODEL_SITES && !status) status = layer_walk_run(c->walk, NULL, true, err);
-  if (!status) status = stats_init(out, g->model, err);
+  if (!status) status = stats_init(out, g->model, true, err);
   g->first_site = first_site;
   g->last_site = last_site;
   g->only_hessians = true;
@@ -257,7 +263,7 @@ enum sits_status compile_calibrate(const struct compile_options *options, const 
   struct calibration *c = NULL;
   *out = (struct compile_stats){0};
   enum sits_status status = calibration_open(options, model, &c, err);
-  if (!status) status = stats_init(out, model, err);
+  if (!status) status = stats_init(out, model, false, err);
   for (int32_t layer = 0; layer <= model->config.n_layers && !status; layer++) {
     status = gather(c, out, true, err);
     if (!options->quiet && !status) fprintf(stderr, "\rcalibration: layer %d of %d", layer, model->config.n_layers);
@@ -265,7 +271,7 @@ enum sits_status compile_calibrate(const struct compile_options *options, const 
   if (!options->quiet) fprintf(stderr, "\n");
   calibration_close(c);
   for (int32_t i = 0; i + 1 < out->n_sites && !status; i++)
-    if (!out->energy[i]) status = sits_fail(err, SITS_INTERNAL, "calibration saw nothing of site %d", i);
+    if (out->n_tokens[i] == 0) status = sits_fail(err, SITS_INTERNAL, "calibration saw nothing of site %d", i);
   if (status) compile_stats_fini(out);
   return status;
 }
