@@ -1,6 +1,7 @@
 /* See mem.h. */
 #include "base/mem.h"
 
+#include <malloc.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -70,6 +71,13 @@ void mem_free(void *block)
 {
   if (block) uncount();
   free(block);
+}
+
+void mem_return_large(void)
+{
+#ifdef M_MMAP_THRESHOLD
+  (void)mallopt(M_MMAP_THRESHOLD, 1 << 20); /* advice: where it is not taken, more memory is used */
+#endif
 }
 
 uint64_t mem_peak_bytes(void)

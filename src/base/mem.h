@@ -17,6 +17,9 @@ char *mem_strdup(const char *text);
 char *mem_strndup(const char *text, size_t n_bytes); /* copies n_bytes and adds a terminator */
 void mem_free(void *block);                          /* NULL is fine */
 
+/* From now on freed blocks of a megabyte and more go back to the system at once, and leave no holes between blocks that stay: for programs
+ * that work through large matrices one by one. */
+void mem_return_large(void);
 /* Most memory that this program has had resident, mapped files included; 0 where /proc does not say. */
 uint64_t mem_peak_bytes(void);
 

@@ -131,6 +131,7 @@ static int run(int argc, char **argv, struct option_set *set, struct compile_opt
 
 int main(int argc, char **argv)
 {
+  mem_return_large();
   struct compile_options options = {0};
   struct option_set set;
   struct sits_error err = {0};

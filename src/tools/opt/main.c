@@ -266,6 +266,7 @@ static int run(int argc, char **argv, struct option_set *set, struct opt_options
 
 int main(int argc, char **argv)
 {
+  mem_return_large();
   struct opt_options options = {0};
   struct option_set set;
   struct sits_error err = {0};
