@@ -105,19 +105,32 @@ int sits_k_w4a16(const struct k_w4a16 *args, int32_t n_sm, struct k_stream at);
  * A page holds P tokens of all layers: page id -> pool + id * page_bytes; inside, tile (layer, g) at (layer * G + g) * tile_bytes.
  * Tiles by codec, D a multiple of 32 for the quantised ones (kernels/common/kv_tile.cuh writes and reads them):
  *   f16   K [P][D] f16, V [P][D] f16
- *   int8  K [P][D] s8, V [P][D] s8, K scales [P] f16, V scales [P] f16: value = scale * q, one scale per token and head
- *   int4  K nibbles P*D/2, V nibbles P*D/2, K scales P*D/32 f16, V scales P*D/32 f16: value = scale * (q - 8) in groups of 32 channels;
- *         keys (and queries) are Hadamard-rotated per head first. Nibbles and scales lie in tensor-core fragment order where D is 64
- *         or 128, else in plain order, the last group of a head being shorter where D is no multiple of 32
- *   fp4   as int4, but a nibble is an e2m1 number (sign, two exponent bits, one mantissa bit): value = scale * e2m1 */
+ *   int8  K [P][D] s8, V [P][D] s8, K scales [P] f32, V scales [P] f32: value = scale * q, one scale per token and head
+ *   int4  4.5 bits: keys per channel over 32 tokens, values per token over 32 channels, (q - zero) * scale
+ *   fp4   4.6 bits: e2m1 (sign, two exponent bits, one mantissa bit) in groups of 16 channels, the page's mean key taken out
+ * Nibbles lie in tensor-core fragment order where D is 64 or 128, else in plain order. Keys of int8 and fp4, and values of int8, int4 and
+ * fp4, are Hadamard-rotated per head first; so are queries, and outputs are rotated back.
+ *
+ * Open groups: int4 and fp4 quantise the keys of 32 or 64 tokens together. A query sees the keys of its own group in f16, all older ones
+ * as the page has them. Until a group is complete its keys lie in a slot of `open` (backend/kv_open.h says whose); those that a step of
+ * many tokens appends lie in `fresh` too, until the step's next layer. */
 enum k_kv_codec { K_KV_F16, K_KV_INT8, K_KV_INT4, K_KV_FP4 };
 
 K_FN bool k_kv_has_nibbles(enum k_kv_codec codec) { return codec == K_KV_INT4 || codec == K_KV_FP4; }
+K_FN bool k_kv_rotates_keys(enum k_kv_codec codec) { return codec == K_KV_INT8 || codec == K_KV_FP4; }
+K_FN bool k_kv_rotates_values(enum k_kv_codec codec) { return codec != K_KV_F16; }
+K_FN int32_t k_kv_open_tokens(enum k_kv_codec codec) { return codec == K_KV_INT4 ? 32 : codec == K_KV_FP4 ? K_PAGE_TOKENS : 0; }
 K_FN bool k_kv_has_fragments(int32_t head_dim) { return head_dim == 64 || head_dim == 128; }
 K_FN int32_t k_kv_tile_bytes(enum k_kv_codec codec, int32_t head_dim) {
-  return codec == K_KV_F16    ? K_PAGE_TOKENS * head_dim * 4
-         : codec == K_KV_INT8 ? K_PAGE_TOKENS * head_dim * 2 + K_PAGE_TOKENS * 4
-                              : K_PAGE_TOKENS * head_dim + K_PAGE_TOKENS * ((head_dim + 31) / 32) * 4;
+  const int32_t n = K_PAGE_TOKENS * head_dim;
+  return codec == K_KV_F16    ? n * 4
+         : codec == K_KV_INT8 ? n * 2 + K_PAGE_TOKENS * 8
+         : codec == K_KV_INT4 ? n + 4 * head_dim + K_PAGE_TOKENS * ((head_dim + 31) / 32) * 2
+                              : n + 2 * head_dim + K_PAGE_TOKENS * ((head_dim + 15) / 16) * 2;
+}
+/* Bytes of one slot of open groups: f16 [L][G][tokens][D]. */
+K_FN int64_t k_kv_open_bytes(enum k_kv_codec codec, int32_t n_layers, int32_t n_kv_heads, int32_t head_dim) {
+  return (int64_t)n_layers * n_kv_heads * k_kv_open_tokens(codec) * head_dim * 2;
 }
 
 struct k_rope {
@@ -132,7 +145,7 @@ struct k_kv_view {
   uint8_t *pool;
   int64_t page_bytes;
   enum k_kv_codec codec;
-  int32_t layer, n_heads, n_kv_heads, head_dim; /* H G D */
+  int32_t layer, n_layers, n_heads, n_kv_heads, head_dim; /* L H G D */
   int32_t window;             /* tokens a query sees; 0 = all */
   int32_t n_tokens, n_seqs;   /* T S */
   const int32_t *seq_start;   /* [S+1] */
@@ -141,6 +154,11 @@ struct k_kv_view {
   const int32_t *token_seq;   /* [T] the sequence a token belongs to; negative: none (padding of a captured batch) */
   const int32_t *block_table; /* [S][table_stride] */
   int32_t table_stride;
+  /* int4 and fp4 */
+  void *open;                 /* [slots] of k_kv_open_bytes */
+  const int32_t *open_slot;   /* [S][2]: slot of the group of the sequence's first token in the step, of its last one; negative: that group
+                                 begins and ends in the step. A decode step has no other tokens than those of a slot */
+  void *fresh;                /* [T][G*D] f16: keys of this step and layer; not in a decode step */
 };
 
 /* Output rows of attention: f16, row [T][H*D] (frag_m = 0) or frag with m = frag_m. */
@@ -246,9 +264,20 @@ struct k_rope_append {
   float eps;
   void *q;                    /* [T][H*D] f16, rotated, Hadamard-transformed for int4 and fp4 */
   bool skip_single;           /* sequences with one token are served by sits_k_attn_decode */
-  bool is_single;             /* no sequence has more than one token: a decode step */
+  bool is_single;             /* no sequence has more than one token, D is 64 or 128: keys of int4 and fp4 go to their slots, else to
+                                 `fresh` (sits_k_kv_fold takes them on) */
 };
 int sits_k_rope_append(const struct k_rope_append *args, struct k_stream at);
+
+/* Groups of keys, int4 and fp4. In a step of many tokens, after each layer's append: groups that the step completes are quantised into
+ * their pages, keys of groups that have a slot go there. */
+int sits_k_kv_fold_init(void);
+int sits_k_kv_fold(const struct k_kv_view *kv, struct k_stream at);
+/* After the last layer of a decode step: the groups that it completed, in all layers. */
+int sits_k_kv_close(const struct k_kv_view *kv, int32_t n_sm, struct k_stream at);
+/* One slot, all layers: its first n tokens into group `group` of a page, or that group of the page back into the slot. */
+int sits_k_kv_fold_slot(const struct k_kv_view *kv, int32_t slot, int32_t page, int32_t group, int32_t n, struct k_stream at);
+int sits_k_kv_unfold_slot(const struct k_kv_view *kv, int32_t page, int32_t group, int32_t slot, struct k_stream at);
 
 /* Pages -> f16 keys and values of some sequences, side by side: k, v [G][capacity][D], sequence s0+i from row offset[i], whole pages. */
 struct k_kv_gather {
@@ -261,7 +290,15 @@ struct k_kv_gather {
   void *k, *v;
   bool skip_single;
   bool is_tiled;              /* 128-key tiles in the order prefill_sm90.cu reads, instead of rows; offsets are multiples of 128 then */
+  void *exact;                /* int4, fp4: keys of the groups that this step writes, f16, [G][exact_capacity][D] */
+  int64_t exact_capacity;     /* rows, k_kv_exact_rows or more */
 };
+/* Rows of `exact`: whole tiles of 128 positions; sequence s has its first row, of the tile in which the group of its first new token
+ * begins, at k_kv_exact_row0. */
+K_FN int64_t k_kv_exact_row0(const int32_t *seq_start, int32_t seq0, int32_t s) {
+  return ((int64_t)(seq_start[s] - seq_start[seq0]) / 128 + 2 * (int64_t)(s - seq0)) * 128;
+}
+K_FN int64_t k_kv_exact_rows(int32_t n_tokens, int32_t n_seqs) { return ((int64_t)n_tokens / 128 + 2 * (int64_t)n_seqs + 1) * 128; }
 int sits_k_kv_gather(const struct k_kv_gather *args, struct k_stream at);
 
 /* Causal attention of the step's tokens over gathered keys and values; q and out f16 rows. */
@@ -278,6 +315,8 @@ struct k_attn_prefill {
   /* wgmma form only: where the tiles of queries do not fill the device, keys are split over several CTAs */
   int32_t max_keys;           /* most cached tokens of one of these sequences; 0 = no splitting */
   float *workspace;           /* k_attn_prefill_workspace_bytes, or NULL = no splitting */
+  const void *exact;          /* int4, fp4: as k_kv_gather wrote it */
+  int64_t exact_capacity;
 };
 size_t k_attn_prefill_workspace_bytes(int32_t n_sm, int32_t head_dim);
 /* CTAs that share the keys of one tile of queries. */

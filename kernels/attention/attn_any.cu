@@ -2,16 +2,44 @@
  * the
  * tensor-core kernels do not take.
  *
- * Arguments: struct k_attn_any (kernels.h); pages written by sits_k_rope_append.
+ * Arguments: struct k_attn_any (kernels.h); pages written by sits_k_rope_append and sits_k_kv_fold. A query's own group comes from `fresh`
+ *   and, where it began in an earlier step, from its slot.
  * Work split: one warp per (token, query head); lanes stride over the head's values; keys one after the other.
  * Numerics: f32; one pass with a running maximum. Tolerance 2e-3 of the norm (f16 out).
  * Cost: latency-bound, about 1 us per 4 keys: for tiny models and for checking the others only.
  * Links: twin ref_attention (tests/gpu/gpu_ref.c), test tests/gpu/test_attention.c.
  */
+#include <limits.h>
+
 #include "common/kv_tile.cuh"
 #include "common/launch.cuh"
 
 namespace {
+constexpr int MOST_D = 256;
+
+/* Where a query's own group lies: keys from position `own` on in the slot (before first_new) and in fresh. */
+struct own_group {
+  const __half *open, *fresh;
+  int own, first_new;
+};
+
+SITS_DEV own_group own_of(const k_kv_view &kv, int seq, int position, int head) {
+  const int tokens = k_kv_open_tokens(kv.codec), begin = kv.seq_start[seq], first_new = kv.kv_len[seq] - (kv.seq_start[seq + 1] - begin);
+  own_group g = {NULL, NULL, INT_MAX, first_new};
+  if (tokens == 0) return g;
+  g.own = position / tokens * tokens;
+  if (g.own < first_new) g.open = kv::open_tile(kv, kv.open_slot[2 * seq], kv.layer, head);
+  g.fresh = (const __half *)kv.fresh + ((size_t)begin * kv.n_kv_heads + head) * kv.head_dim;
+  return g;
+}
+
+SITS_DEV float load_key(const k_kv_view &kv, const own_group &g, const uint8_t *tile, int key, int e) {
+  const int d = kv.head_dim;
+  if (key < g.own) return kv::load(tile, kv.codec, d, false, key % K_PAGE_TOKENS, e);
+  if (key < g.first_new) return __half2float(g.open[kv::open_at(d, key - g.own, e)]);
+  return __half2float(g.fresh[(size_t)(key - g.first_new) * kv.n_kv_heads * d + e]);
+}
+
 __global__ void __launch_bounds__(128) attn_any_kernel(const __grid_constant__ k_attn_any p) {
   grid_trigger();
   grid_wait();
@@ -21,18 +49,18 @@ __global__ void __launch_bounds__(128) attn_any_kernel(const __grid_constant__ k
   if (kv.token_seq[t] < 0) return;
   const int seq = kv.token_seq[t], position = kv.positions[t], group = head / (kv.n_heads / kv.n_kv_heads);
   const __half *q = (const __half *)p.q + ((size_t)t * kv.n_heads + head) * d;
-  const int tile_bytes = k_kv_tile_bytes(kv.codec, d);
+  const own_group own = own_of(kv, seq, position, group);
   const float scale = rsqrtf((float)d);
   float x[8], o[8], m = -1e30f, l = 0.f;
 #pragma unroll
   for (int j = 0; j < 8; j++) x[j] = lane + j * 32 < d ? __half2float(q[lane + j * 32]) : 0.f, o[j] = 0.f;
   for (int key = kv.window > 0 ? max(0, position - kv.window + 1) : 0; key <= position; key++) {
     const int page = kv.block_table[(size_t)seq * kv.table_stride + key / K_PAGE_TOKENS], slot = key % K_PAGE_TOKENS;
-    const uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + group) * tile_bytes;
+    const uint8_t *tile = kv::page_tile(kv, page, kv.layer, group);
     float s = 0.f;
 #pragma unroll
     for (int j = 0; j < 8; j++)
-      if (lane + j * 32 < d) s += x[j] * kv::load(tile, kv.codec, d, false, slot, lane + j * 32);
+      if (lane + j * 32 < d) s += x[j] * load_key(kv, own, tile, key, lane + j * 32);
     s = warp_sum(s) * scale;
     const float top = fmaxf(m, s), f = expf(m - top), e = expf(s - top);
     m = top, l = l * f + e;
@@ -40,13 +68,18 @@ __global__ void __launch_bounds__(128) attn_any_kernel(const __grid_constant__ k
     for (int j = 0; j < 8; j++)
       if (lane + j * 32 < d) o[j] = o[j] * f + e * kv::load(tile, kv.codec, d, true, slot, lane + j * 32);
   }
+  __shared__ float rows[4][MOST_D];
+  float *row = rows[threadIdx.x >> 5];
 #pragma unroll
   for (int j = 0; j < 8; j++)
-    if (lane + j * 32 < d) ((__half *)p.out)[((size_t)t * kv.n_heads + head) * d + lane + j * 32] = __float2half_rn(o[j] / l);
+    if (lane + j * 32 < d) row[lane + j * 32] = o[j] / l;
+  __syncwarp();
+  if (k_kv_rotates_values(kv.codec)) kv::hadamard_any(row, d, lane);
+  for (int e = lane; e < d; e += 32) ((__half *)p.out)[((size_t)t * kv.n_heads + head) * d + e] = __float2half_rn(row[e]);
 }
 } // namespace
 
 extern "C" int sits_k_attn_any(const struct k_attn_any *a, struct k_stream at) {
-  if (a->kv.head_dim > 256) return cudaErrorInvalidValue;
+  if (a->kv.head_dim > MOST_D) return cudaErrorInvalidValue;
   return launch_kernel(attn_any_kernel, dim3((a->kv.n_tokens + 3) / 4, a->kv.n_heads), dim3(128), 0, (cudaStream_t)at.stream, at.pdl, *a);
 }

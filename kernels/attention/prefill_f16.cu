@@ -13,9 +13,9 @@
  * Cost: 4 T L D flop a head; bound by tensor cores (mma.sync, about two thirds of wgmma's rate).
  * Links: twin ref_attention (tests/gpu/gpu_ref.c), test tests/gpu/test_attention.c.
  */
+#include "common/kv_tile.cuh"
 #include "common/launch.cuh"
-#include "common/ptx.cuh"
-#include "kernels.h"
+#include "common/prefill_tiles.cuh"
 
 namespace {
 constexpr int QUERIES = 128, KEYS = 64, THREADS = 128;
@@ -83,23 +83,24 @@ template <int D> SITS_DEV void accumulate(rows32<D> &st, const uint32_t (&p)[2][
     }
 }
 
-/* Masking, running maximum, exponentials: s becomes the f16 A operand p. limit: last visible key of this lane's first row, in the tile;
- * low: the first, where there is a window. */
-template <int D> SITS_DEV void softmax_tile(rows32<D> &st, float (&s)[2][4][4], uint32_t (&p)[2][2][4], float scale, int limit, int low,
-                                            bool masked, int t) {
+/* Masking, running maximum, exponentials: s becomes the f16 A operand p, of the keys from key0 of the tile on. row: this lane's first. */
+template <int D> SITS_DEV void softmax_tile(rows32<D> &st, float (&s)[2][4][4], uint32_t (&p)[2][2][4], float scale, const tile_range &b,
+                                            int tile, int key0, int row, bool masked, int t) {
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float top = -INFINITY;
+      int limit = KEYS, low = 0;
+      if (masked) visible_keys(b, tile, KEYS, row + i * 16 + h * 8, &limit, &low);
 #pragma unroll
       for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float &x = s[i][j][h * 2 + e];
           if (masked) {
-            int key = j * 8 + t * 2 + e;
-            x = key <= limit + i * 16 + h * 8 && key >= low + i * 16 + h * 8 ? x : -INFINITY;
+            int key = key0 + j * 8 + t * 2 + e;
+            x = key <= limit && key >= low ? x : -INFINITY;
           }
           top = fmaxf(top, x);
         }
@@ -144,37 +145,34 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) attn_prefill_kern
   if (t0 >= n_new || (a.skip_single && n_new == 1)) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int start = kv.kv_len[seq] - n_new, n_rows = min(QUERIES, n_new - t0);
-  const int first_pos = start + t0, last_pos = first_pos + n_rows - 1;
-  const int lo = kv.window > 0 ? max(0, first_pos - kv.window + 1) : 0;
-  const int tile_lo = lo / KEYS, tile_hi = last_pos / KEYS;
+  const tile_range b = key_tiles(kv, start + t0, n_rows, KEYS, 0, 1);
   const uint32_t q_at = smem_addr(smem), kv_at = q_at + QUERIES * D * 2;
   constexpr int MATRIX = KEYS * D * 2;
-  const size_t base = ((size_t)(head / (kv.n_heads / kv.n_kv_heads)) * a.capacity + (a.offset ? a.offset[seq] : 0)) * D;
-  const __half *k = (const __half *)a.k + base, *v = (const __half *)a.v + base;
+  const int kv_head = head / (kv.n_heads / kv.n_kv_heads);
+  const __half *v = (const __half *)a.v + ((size_t)kv_head * a.capacity + (a.offset ? a.offset[seq] : 0)) * D;
   load_rows<D>(q_at, (const __half *)a.q + ((size_t)(begin + t0) * kv.n_heads + head) * D, (size_t)kv.n_heads * D, QUERIES, n_rows);
-  load_rows<D>(kv_at, k + (size_t)tile_lo * KEYS * D, D, KEYS, KEYS);
-  load_rows<D>(kv_at + MATRIX, v + (size_t)tile_lo * KEYS * D, D, KEYS, KEYS);
+  load_rows<D>(kv_at, keys_of_tile(a, b, 0, KEYS, seq, kv_head), D, KEYS, KEYS);
+  load_rows<D>(kv_at + MATRIX, v + (size_t)b.tile(0) * KEYS * D, D, KEYS, KEYS);
   cp_async_commit();
   rows32<D> st = {};
 #pragma unroll
   for (int i = 0; i < 2; i++) st.m[i][0] = st.m[i][1] = -1e30f;
-  for (int j = tile_lo; j <= tile_hi; j++) {
-    const uint32_t stage = kv_at + ((j - tile_lo) & 1) * 2 * MATRIX, other = kv_at + ((j - tile_lo + 1) & 1) * 2 * MATRIX;
-    if (j < tile_hi) {
-      load_rows<D>(other, k + (size_t)(j + 1) * KEYS * D, D, KEYS, KEYS);
-      load_rows<D>(other + MATRIX, v + (size_t)(j + 1) * KEYS * D, D, KEYS, KEYS);
+  for (int j = 0; j < b.end; j++) {
+    const uint32_t stage = kv_at + (j & 1) * 2 * MATRIX, other = kv_at + ((j + 1) & 1) * 2 * MATRIX;
+    if (j + 1 < b.end) {
+      load_rows<D>(other, keys_of_tile(a, b, j + 1, KEYS, seq, kv_head), D, KEYS, KEYS);
+      load_rows<D>(other + MATRIX, v + (size_t)b.tile(j + 1) * KEYS * D, D, KEYS, KEYS);
     }
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();
-    const bool masked = j * KEYS + KEYS - 1 > first_pos || (kv.window > 0 && j * KEYS <= last_pos - kv.window);
+    const bool masked = tile_mask(b, j, n_rows, KEYS);
 #pragma unroll
     for (int key0 = 0; key0 < KEYS; key0 += 32) { /* 32 keys at a time: 64 would not fit the registers */
       float s[2][4][4];
       uint32_t p[2][2][4];
-      const int limit = first_pos + warp * 32 + g - j * KEYS - key0, low = kv.window > 0 ? limit - kv.window + 1 : -(1 << 30);
       scores<D>(s, q_at, stage, key0, warp, lane);
-      softmax_tile<D>(st, s, p, args.scale, limit, low, masked, t);
+      softmax_tile<D>(st, s, p, args.scale, b, j, key0, warp * 32 + g, masked, t);
       accumulate<D>(st, p, stage + MATRIX, key0, lane);
     }
     __syncthreads();
@@ -186,12 +184,15 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) attn_prefill_kern
       float l = st.l[i][h];
       l += __shfl_xor_sync(~0u, l, 1);
       l += __shfl_xor_sync(~0u, l, 2);
-      const float inv = l > 0.f ? 1.f / l : 0.f;
+      float inv = l > 0.f ? 1.f / l : 0.f, r[D / 4];
       const int row = warp * 32 + i * 16 + h * 8 + g;
+#pragma unroll
+      for (int c = 0; c < D / 8; c++) r[2 * c] = st.o[i][c][h * 2], r[2 * c + 1] = st.o[i][c][h * 2 + 1];
+      if (k_kv_rotates_values(kv.codec)) kv::hadamard_row<D>(r, t), inv *= rsqrtf((float)D);
       if (row >= n_rows) continue;
       uint32_t *out = (uint32_t *)((__half *)a.out + ((size_t)(begin + t0 + row) * kv.n_heads + head) * D);
 #pragma unroll
-      for (int c = 0; c < D / 8; c++) out[c * 4 + t] = pack_half2(st.o[i][c][h * 2] * inv, st.o[i][c][h * 2 + 1] * inv);
+      for (int c = 0; c < D / 8; c++) out[c * 4 + t] = pack_half2(r[2 * c] * inv, r[2 * c + 1] * inv);
     }
 }
 template <int D> constexpr int smem_bytes() { return (QUERIES + 4 * KEYS) * D * 2; }

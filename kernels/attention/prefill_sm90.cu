@@ -1,6 +1,7 @@
 /* out[t][h] = softmax(q K^T / sqrt(D)) V, causal (and windowed), by wgmma: the Hopper form of prefill_f16.cu.
  *
- * Arguments: struct k_attn_prefill (kernels.h). q [T][H][D] f16, rotated; k, v gathered with is_tiled: tiles of 128 keys of one KV head,
+ * Arguments: struct k_attn_prefill (kernels.h). Which tiles of keys a query's own group makes of it: common/prefill_tiles.cuh.
+ *   q [T][H][D] f16, rotated; k, v gathered with is_tiled: tiles of 128 keys of one KV head,
  *   [D/64 slabs][128 keys][64 values] with 16-byte chunk c of key r at c ^ (r & 7); keys beyond the sequence are zeros.
  * Work split: a CTA takes 128 tokens of one sequence and one query head: two warpgroups of 64 rows and a loader warp; keys in tiles of
  * 128.
@@ -12,15 +13,15 @@
  * a
  *   warpgroup S = Q K^T, softmax and O += P V follow each other; the two warpgroups drift apart and fill each other's gaps.
  * Numerics: f16 products, f32 sums, running maximum, base-2 exponentials, P rounded to f16; masked scores are -inf, a row whose tiles are
- * all
- *   masked so far keeps maximum -1e30 and sum 0. Tolerance 2e-3 of the norm.
+ *   all masked so far keeps maximum -1e30 and sum 0. Outputs are rotated back where the codec rotates values. Tolerance 2e-3 of the norm.
  * Limits: D 64 or 128, sm_90a. Others: prefill_f16.cu.
  * Cost: 4 T L D operations a head; bound by tensor cores.
  * Links: twin ref_attention, test tests/gpu/test_attention.c.
  */
+#include "common/kv_tile.cuh"
 #include "common/launch.cuh"
+#include "common/prefill_tiles.cuh"
 #include "common/wgmma.cuh"
-#include "kernels.h"
 
 namespace {
 constexpr int QUERIES = 128, KEYS = 128, STAGES = 2, THREADS = 288;
@@ -40,9 +41,6 @@ template <int D> struct shape {
 template <int D> constexpr int PART = QUERIES * (D + 2);
 
 #if SITS_SM90
-struct bounds {
-  int first_pos, n_rows, tile_lo, tile_hi, window;
-};
 
 /* The CTA's query rows -> swizzled slabs; rows beyond the sequence are zeros. All consumer threads. */
 template <int D> SITS_DEV void load_queries(const k_attn_prefill &a, uint8_t *dst, int row0, int n_rows, int head) {
@@ -57,7 +55,7 @@ template <int D> SITS_DEV void load_queries(const k_attn_prefill &a, uint8_t *ds
 
 /* Scores of 64 rows by 128 keys -> probabilities as the A operand of the next product; O and the sums are rescaled. */
 template <int D> SITS_DEV void softmax_tile(float (&s)[64], float (&o)[D / 2], float (&m)[2], float (&l)[2], uint32_t (&p)[8][4],
-                                            float scale, int limit, int low, bool masked, int t) {
+                                            float scale, const int (&limit)[2], const int (&low)[2], bool masked, int t) {
   float f[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -69,7 +67,7 @@ template <int D> SITS_DEV void softmax_tile(float (&s)[64], float (&o)[D / 2], f
         float &x = s[j * 4 + h * 2 + e];
         if (masked) {
           const int key = j * 8 + t * 2 + e;
-          x = key <= limit + h * 8 && key >= low + h * 8 ? x : -INFINITY;
+          x = key <= limit[h] && key >= low[h] ? x : -INFINITY;
         }
         top = fmaxf(top, x);
       }
@@ -101,7 +99,7 @@ template <int D> SITS_DEV void softmax_tile(float (&s)[64], float (&o)[D / 2], f
 }
 
 /* part: NULL, or where the rows go instead of out. */
-template <int D> SITS_DEV void attend(const params &args, const bounds &b, uint32_t q, uint32_t ring, uint32_t full, uint32_t empty,
+template <int D> SITS_DEV void attend(const params &args, const tile_range &b, uint32_t q, uint32_t ring, uint32_t full, uint32_t empty,
                                       __half *out, float *part) {
   using C = shape<D>;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row = warp * 16 + g; /* 0..127 */
@@ -111,7 +109,7 @@ template <int D> SITS_DEV void attend(const params &args, const bounds &b, uint3
   for (int i = 0; i < D / 2; i++) o[i] = 0.f;
   int slot = 0;
   uint32_t parity = 0;
-  for (int j = b.tile_lo; j <= b.tile_hi; j++) {
+  for (int i = b.begin; i < b.end; i++) {
     const uint32_t k = ring + slot * 2 * C::TILE, v = k + C::TILE;
     float s[64];
     uint32_t p[8][4];
@@ -124,8 +122,9 @@ template <int D> SITS_DEV void attend(const params &args, const bounds &b, uint3
     }
     wgmma_commit();
     wgmma_wait<0>();
-    const bool masked = j * KEYS + KEYS - 1 > b.first_pos || (b.window > 0 && j * KEYS <= b.first_pos + QUERIES - 1 - b.window);
-    const int limit = b.first_pos + row - j * KEYS, low = b.window > 0 ? limit - b.window + 1 : -(1 << 30);
+    int limit[2] = {KEYS, KEYS}, low[2] = {0, 0};
+    const bool masked = tile_mask(b, i, QUERIES, KEYS);
+    if (masked) visible_keys(b, i, KEYS, row, &limit[0], &low[0]), visible_keys(b, i, KEYS, row + 8, &limit[1], &low[1]);
     softmax_tile<D>(s, o, m, l, p, args.scale, limit, low, masked, t);
     wgmma_fence();
 #pragma unroll
@@ -140,18 +139,22 @@ template <int D> SITS_DEV void attend(const params &args, const bounds &b, uint3
     float sum = l[h];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    const float inv = sum > 0.f ? 1.f / sum : 0.f;
+    float inv = sum > 0.f ? 1.f / sum : 0.f, turn = 1.f, r[D / 4];
+#pragma unroll
+    for (int j = 0; j < D / 8; j++) r[2 * j] = o[j * 4 + h * 2], r[2 * j + 1] = o[j * 4 + h * 2 + 1];
+    if (k_kv_rotates_values(args.a.kv.codec)) kv::hadamard_row<D>(r, t), turn = rsqrtf((float)D);
+    inv *= turn;
     if (row + h * 8 >= b.n_rows) continue;
     if (part != NULL) {
       float *values = part + (row + h * 8) * D;
 #pragma unroll
-      for (int j = 0; j < D / 8; j++) *(float2 *)(values + j * 8 + t * 2) = make_float2(o[j * 4 + h * 2], o[j * 4 + h * 2 + 1]);
+      for (int j = 0; j < D / 8; j++) *(float2 *)(values + j * 8 + t * 2) = make_float2(r[2 * j] * turn, r[2 * j + 1] * turn);
       if (t == 0) part[QUERIES * D + row + h * 8] = m[h], part[QUERIES * (D + 1) + row + h * 8] = sum;
       continue;
     }
     uint32_t *to = (uint32_t *)(out + (size_t)(row + h * 8) * args.a.kv.n_heads * D);
 #pragma unroll
-    for (int j = 0; j < D / 8; j++) to[j * 4 + t] = pack_half2(o[j * 4 + h * 2] * inv, o[j * 4 + h * 2 + 1] * inv);
+    for (int j = 0; j < D / 8; j++) to[j * 4 + t] = pack_half2(r[2 * j] * inv, r[2 * j + 1] * inv);
   }
 }
 #endif
@@ -170,11 +173,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attn_prefill_sm90
     grid_wait();
     return;
   }
-  bounds b;
-  b.first_pos = kv.kv_len[seq] - n_new + t0, b.n_rows = min(QUERIES, n_new - t0), b.window = kv.window;
-  b.tile_lo = kv.window > 0 ? max(0, b.first_pos - kv.window + 1) / KEYS : 0, b.tile_hi = (b.first_pos + b.n_rows - 1) / KEYS;
-  const int key_tiles = b.tile_hi - b.tile_lo + 1;
-  b.tile_hi = b.tile_lo + key_tiles * (split + 1) / args.n_splits - 1, b.tile_lo += key_tiles * split / args.n_splits;
+  const tile_range b = key_tiles(kv, kv.kv_len[seq] - n_new + t0, min(QUERIES, n_new - t0), KEYS, split, args.n_splits);
   const uint32_t full = smem_addr(smem), empty = full + 8 * STAGES, q = full + 1024, ring = q + C::TILE;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, 8);
@@ -184,14 +183,15 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attn_prefill_sm90
   grid_wait();
   if (threadIdx.x >= 256) { /* loader */
     if (threadIdx.x > 256) return;
-    const size_t first = ((size_t)(head / (kv.n_heads / kv.n_kv_heads)) * a.capacity + (a.offset ? a.offset[seq] : 0)) * D;
+    const int kv_head = head / (kv.n_heads / kv.n_kv_heads);
+    const __half *v = (const __half *)a.v + ((size_t)kv_head * a.capacity + (a.offset ? a.offset[seq] : 0)) * D;
     int slot = 0;
     uint32_t parity = 1;
-    for (int j = b.tile_lo; j <= b.tile_hi; j++) {
+    for (int i = b.begin; i < b.end; i++) {
       bar_wait(empty + slot * 8, parity);
       bar_arrive_expect(full + slot * 8, 2 * C::TILE);
-      bulk_load(ring + slot * 2 * C::TILE, (const __half *)a.k + first + (size_t)j * KEYS * D, C::TILE, full + slot * 8);
-      bulk_load(ring + slot * 2 * C::TILE + C::TILE, (const __half *)a.v + first + (size_t)j * KEYS * D, C::TILE, full + slot * 8);
+      bulk_load(ring + slot * 2 * C::TILE, keys_of_tile(a, b, i, KEYS, seq, kv_head), C::TILE, full + slot * 8);
+      bulk_load(ring + slot * 2 * C::TILE + C::TILE, v + (size_t)b.tile(i) * KEYS * D, C::TILE, full + slot * 8);
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
     return;

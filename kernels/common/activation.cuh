@@ -146,7 +146,7 @@ template <int N> SITS_DEV void round_row(const k_act &out, int width, vec8 (&x)[
     for (int d = 1; d < 4; d <<= 1) lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
     const float range = hi - lo, levels = is_int8 ? 254.f : 15.f;
     const float s = range >= 1e-30f ? range / levels : 0.f, inv = range >= 1e-30f ? levels / range : 0.f;
-    const float z = is_int8 ? rintf((hi + lo) * 0.5f * inv) : fminf(fmaxf(rintf(-lo * inv), 0.f), 15.f);
+    const float z = is_int8 ? rintf((hi + lo) * 0.5f * inv) : s > 0.f ? fminf(fmaxf(rintf(-lo / s), 0.f), 15.f) : 0.f;
     const float least = is_int8 ? z - 127.f : -z, last = is_int8 ? z + 127.f : 15.f - z;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -154,8 +154,10 @@ template <int N> SITS_DEV void round_row(const k_act &out, int width, vec8 (&x)[
       if (!isfinite(v)) continue;
       if (outlier[k] >> i & 1)
         x[k].v[i] = side > 0.f ? side * fminf(fmaxf(rintf(v / side), -127.f), 127.f) : 0.f;
-      else
+      else if (is_int8 || s == 0.f)
         x[k].v[i] = s * fminf(fmaxf(rintf(v * inv), least), last);
+      else /* divided, as the CPU does: of a range whose ends are alike the zero point lies between two levels */
+        x[k].v[i] = s * fminf(fmaxf(rintf(v / s), least), last);
     }
   }
 }

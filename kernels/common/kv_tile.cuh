@@ -1,20 +1,29 @@
 /* Where a value lies in a KV tile, and the arithmetic that puts it there: rotation, quantisation, addressing. Used by every kernel that
- * writes or reads pages one value at a time; the tensor-core kernels rely on the same order.
+ * writes or reads pages one value at a time; the tensor-core kernels rely on the same order. The numbers that a page holds are those of the
+ * CPU's codecs (src/backend/cpu/cpu_kv_int4.c, cpu_kv_fp4.c), only their places differ.
  *
- * int4 tile of head size D (nw = 16-token blocks, 4 of them; c = D/64 chunks of 512 bytes per block and matrix):
- *   offset                         bytes          what
- *   0                              32 D           K nibbles: word (block, step = d/16, lane) at block*8D + (step/4)*512 + lane*16 +
- *   (step%4)*4;
- *                                                 rows are tokens g, g+8 of the block (lane = 4 g + t), c0..c3 are channels 16 step + 4 t
- *                                                 + 0..3
- *   32 D                           32 D           V nibbles: the same with rows = channels 16 step + {g, g+8}, c0..c3 = tokens 2t, 2t+1,
- *   2t+8, 2t+9
- *   64 D                           4 D            K scales f16: block, g, group, {token g, token g+8}
- *   68 D                           4 D            V scales f16: block, t, group, {tokens 2t, 2t+1, 2t+8, 2t+9}
- * fp4 tile: the same, but the four bits of an e2m1 number lie apart, so that masks and shifts make f16 numbers of them: in a word's half
- * c % 2, of the numbers n = 2 (c / 2) + second row, sign and magnitude at bits
- *   n = 0: 15, 11:9    n = 1: 7, 3:1    n = 2: 8, 14:12    n = 3: 0, 6:4
- * Other head sizes: K bytes [P][D/2] (channel 2i in the low half of byte i), V bytes [P][D/2], K scales [P][groups], V scales.
+ * int4 tile of head size D. Keys: per channel over the 32 tokens of a half page; values: per token over 32 channels; (q - zero) * scale.
+ *   offset  bytes  what
+ *   0       32 D   K nibbles: word (block of 16 tokens, step = d/16, lane) at block*8D + (step/4)*512 + lane*16 + (step%4)*4;
+ *                  rows are tokens g, g+8 of the block (lane = 4 g + t), c0..c3 are channels 16 step + 4 t + 0..3
+ *   32 D    32 D   V nibbles: the same with rows = channels 16 step + {g, g+8}, c0..c3 = tokens 2t, 2t+1, 2t+8, 2t+9
+ *   64 D    2 D    K scales: half page, step/4, t, step%4, a word of channels 4t + 0..3 in the order 0, 2, 1, 3
+ *   66 D    2 D    K zero points, biased by 128: the same
+ *   68 D    2 D    V scales: block, t, group of 32 channels, a word of tokens 2t, 2t+8, 2t+1, 2t+9
+ *   70 D    2 D    V zero points, biased by 128: the same
+ * fp4 tile. Keys: the page's mean taken out, groups of 16 channels of a token; values: the same groups, no mean; e2m1 * scale (+ mean).
+ *   0, 32 D        nibbles as above, but the four bits of an e2m1 number lie apart, so that masks and shifts make f16 numbers of them: in
+ *                  a word's half c % 2, of the numbers n = 2 (c / 2) + second row, sign and magnitude at bits
+ *                  n = 0: 15, 11:9    n = 1: 7, 3:1    n = 2: 8, 14:12    n = 3: 0, 6:4
+ *   64 D    4 D    K scales: block, g, step/2, a word of {step even, odd of token g, even, odd of token g+8}
+ *   68 D    4 D    V scales: block, t, step, a word of tokens 2t, 2t+8, 2t+1, 2t+9
+ *   72 D    2 D    means f16: step/2, t, step%2, channels 4t + 0..3
+ * Scales are unsigned 8-bit floats (cpu_kv_code.h): byte << 6 is the f16 number of a quarter of the size.
+ * Other head sizes: K bytes [P][D/2] (channel 2i in the low half of byte i), V bytes [P][D/2]; int4: K scales [2][D], K zeros [2][D], V
+ * scales [P][n], V zeros [P][n], n groups of 32 channels; fp4: K scales [P][n], V scales [P][n], n groups of 16, means [D].
+ *
+ * Open groups. Keys of the unfinished half page (int4) or page (fp4) are f16 [tokens][D] of a slot; with 64 or 128 channels in the order
+ * of A fragments: block of 16 tokens, step, lane, {(g, c0 c1), (g+8, c0 c1), (g, c2 c3), (g+8, c2 c3)}.
  */
 #ifndef SITS_KERNELS_KV_TILE_CUH
 #define SITS_KERNELS_KV_TILE_CUH
@@ -41,14 +50,50 @@ SITS_DEV place v_place(int head_dim, int token, int d) {
   return {32 * head_dim + block * 8 * head_dim + (step >> 2) * 512 + lane * 16 + (step & 3) * 4,
           place_slot((tk & 1) + (tk >= 8 ? 2 : 0), d16 >= 8)};
 }
-SITS_DEV int k_scale_offset(int head_dim, int token, int group) {
-  int tk = token & 15;
-  return 64 * head_dim + (token >> 4) * head_dim + (tk & 7) * (head_dim >> 3) + group * 4 + (tk >> 3) * 2;
+
+/* Groups of channels that share a scale, where a token has scales of its own. */
+SITS_DEV int group_channels(bool is_fp4) { return is_fp4 ? 16 : 32; }
+SITS_DEV int n_groups(bool is_fp4, int head_dim) { return is_fp4 ? (head_dim + 15) >> 4 : (head_dim + 31) >> 5; }
+
+/* Byte offsets of the parameters of a value. zeros and means: from the start of the tile too. */
+SITS_DEV int int4_k_scale(int head_dim, int token, int d) {
+  const int half = token >> 5;
+  if (!k_kv_has_fragments(head_dim)) return K_PAGE_TOKENS * head_dim + half * head_dim + d;
+  return 64 * head_dim + half * head_dim + (d >> 6) * 64 + ((d & 15) >> 2) * 16 + (d >> 4 & 3) * 4 + (d & 1) * 2 + (d >> 1 & 1);
 }
-SITS_DEV int v_scale_offset(int head_dim, int token, int group) {
-  int tk = token & 15;
-  return 68 * head_dim + (token >> 4) * head_dim + ((tk & 7) >> 1) * (head_dim >> 2) + group * 8 + (tk >> 3) * 4 + (tk & 1) * 2;
+SITS_DEV int k_zero_distance(int head_dim) { return 2 * head_dim; } /* from a scale to its zero point */
+SITS_DEV int token_byte(int tk) { return (tk & 1) * 2 + (tk >> 3); } /* in a word of tokens 2t, 2t+8, 2t+1, 2t+9 */
+SITS_DEV int v_scale(bool is_fp4, int head_dim, int token, int group) {
+  const int n = n_groups(is_fp4, head_dim), tk = token & 15;
+  if (!k_kv_has_fragments(head_dim)) return K_PAGE_TOKENS * head_dim + (is_fp4 ? K_PAGE_TOKENS * n : 4 * head_dim) + token * n + group;
+  return 68 * head_dim + ((token >> 4) * 4 + ((tk & 7) >> 1)) * n * 4 + group * 4 + token_byte(tk);
 }
+SITS_DEV int v_zero_distance(int head_dim) { return K_PAGE_TOKENS * n_groups(false, head_dim); }
+SITS_DEV int fp4_k_scale(int head_dim, int token, int group) {
+  const int tk = token & 15;
+  if (!k_kv_has_fragments(head_dim)) return K_PAGE_TOKENS * head_dim + token * n_groups(true, head_dim) + group;
+  return 64 * head_dim + (token >> 4) * head_dim + (tk & 7) * (head_dim >> 3) + (group >> 1) * 4 + (tk >> 3) * 2 + (group & 1);
+}
+SITS_DEV int fp4_mean(int head_dim, int d) {
+  if (!k_kv_has_fragments(head_dim)) return K_PAGE_TOKENS * (head_dim + 2 * n_groups(true, head_dim)) + d * 2;
+  return 72 * head_dim + (d >> 5) * 64 + ((d & 15) >> 2) * 16 + (d >> 4 & 1) * 8 + (d & 3) * 2;
+}
+
+/* Index in an open group's tile. */
+SITS_DEV int open_at(int head_dim, int token, int d) {
+  if (!k_kv_has_fragments(head_dim)) return token * head_dim + d;
+  const int tk = token & 15, lane = (tk & 7) * 4 + ((d & 15) >> 2);
+  return (token >> 4) * 16 * head_dim + (d >> 4) * 256 + lane * 8 + ((d >> 1 & 1) * 2 + (tk >> 3)) * 2 + (d & 1);
+}
+/* The open tile of slot `slot`, in this view's layer. */
+SITS_DEV __half *open_tile(const k_kv_view &kv, int slot, int layer, int head) {
+  const size_t one = (size_t)k_kv_open_tokens(kv.codec) * kv.head_dim;
+  return (__half *)kv.open + (((size_t)slot * kv.n_layers + layer) * kv.n_kv_heads + head) * one;
+}
+SITS_DEV uint8_t *page_tile(const k_kv_view &kv, int page, int layer, int head) {
+  return kv.pool + (size_t)page * kv.page_bytes + (size_t)(layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, kv.head_dim);
+}
+
 /* First bits of sign and magnitude of the e2m1 number in slot. */
 SITS_DEV void fp4_bits(int slot, int *sign, int *magnitude) {
   const int n = (slot >> 2) * 2 + (slot & 1), half = (slot >> 1 & 1) * 16;
@@ -74,30 +119,56 @@ SITS_DEV uint32_t extract_code(bool is_fp4, uint32_t word, int slot) {
   const int shift = nibble_shift(slot);
   return __funnelshift_r(word, word, shift) & 15u;
 }
-/* What a code of four bits stands for, without its scale. */
-SITS_DEV float code_value(bool is_fp4, uint32_t q) {
-  if (!is_fp4) return (float)((int)q - 8);
-  return 16384.f * __half2float(__ushort_as_half((unsigned short)((q & 8u) << 12 | (q & 7u) << 9)));
+
+SITS_DEV float half_from_bits(uint32_t bits) { return __half2float(__ushort_as_half((unsigned short)bits)); }
+/* A scale's value; the code whose value is nearest to scale >= 0, ties to even, the last beyond the range. */
+SITS_DEV float scale_value(uint32_t code) { return 4.f * half_from_bits(code << 6); }
+SITS_DEV uint32_t scale_code(float scale) {
+  if (!(scale < 7.875f)) return 0xff;
+  if (scale < 0x1p-12f) return (uint32_t)rintf(scale * 0x1p16f); /* without a leading one; 16 is the first with one */
+  uint32_t bits = __float_as_uint(scale);
+  bits += 0x3ffff + (bits >> 19 & 1);
+  return (bits >> 19) - ((127 - 13) << 4);
+}
+SITS_DEV float e2m1_value(uint32_t q) { return 16384.f * half_from_bits((q & 8u) << 12 | (q & 7u) << 9); }
+
+/* A word of four scales as f16 pairs of their quarters: bytes 0 and 2, bytes 1 and 3. */
+SITS_DEV void quarter_scales(uint32_t w, uint32_t *even, uint32_t *odd) {
+  *even = (w << 6) & 0x3FC03FC0u, *odd = (w >> 2) & 0x3FC03FC0u;
+}
+/* A word of four biased zero points as f16 pairs. */
+SITS_DEV uint32_t add_half2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+SITS_DEV void zero_points(uint32_t w, uint32_t *even, uint32_t *odd) { /* 1024 + byte, then less 1,152 */
+  *even = add_half2(__byte_perm(w, 0x64646464u, 0x4240), 0xE480E480u), *odd = add_half2(__byte_perm(w, 0x64646464u, 0x4341), 0xE480E480u);
 }
 
-/* One value of a tile, as f32 (keys as stored: rotated where the codec rotates). */
+/* One value of a tile, as f32 (keys and values as stored: rotated where the codec rotates). */
 SITS_DEV float load(const uint8_t *tile, int codec, int head_dim, bool is_value, int token, int d) {
   if (codec == K_KV_F16) return __half2float(((const __half *)tile)[(is_value ? K_PAGE_TOKENS * head_dim : 0) + token * head_dim + d]);
   if (codec == K_KV_INT8) {
-    const __half *scales = (const __half *)(tile + 2 * K_PAGE_TOKENS * head_dim);
+    const float *scales = (const float *)(tile + 2 * K_PAGE_TOKENS * head_dim);
     int q = ((const int8_t *)tile)[(is_value ? K_PAGE_TOKENS * head_dim : 0) + token * head_dim + d];
-    return __half2float(scales[(is_value ? K_PAGE_TOKENS : 0) + token]) * (float)q;
+    return scales[(is_value ? K_PAGE_TOKENS : 0) + token] * (float)q;
   }
   const bool is_fp4 = codec == K_KV_FP4;
-  if (!k_kv_has_fragments(head_dim)) {
-    const int n_groups = (head_dim + 31) >> 5, row = (is_value ? K_PAGE_TOKENS : 0) + token;
-    const __half scale = ((const __half *)(tile + K_PAGE_TOKENS * head_dim))[row * n_groups + (d >> 5)];
-    return __half2float(scale) * code_value(is_fp4, tile[row * (head_dim >> 1) + (d >> 1)] >> (d & 1) * 4 & 15u);
+  uint32_t q;
+  if (k_kv_has_fragments(head_dim)) {
+    const place at = is_value ? v_place(head_dim, token, d) : k_place(head_dim, token, d);
+    q = extract_code(is_fp4, *(const uint32_t *)(tile + at.word_bytes), at.slot);
+  } else
+    q = tile[((is_value ? K_PAGE_TOKENS : 0) + token) * (head_dim >> 1) + (d >> 1)] >> (d & 1) * 4 & 15u;
+  if (is_fp4) {
+    const uint32_t code = tile[is_value ? v_scale(true, head_dim, token, d >> 4) : fp4_k_scale(head_dim, token, d >> 4)];
+    const float mean = is_value ? 0.f : __half2float(*(const __half *)(tile + fp4_mean(head_dim, d)));
+    return fmaf(e2m1_value(q), scale_value(code), mean);
   }
-  place at = is_value ? v_place(head_dim, token, d) : k_place(head_dim, token, d);
-  int scale_at = is_value ? v_scale_offset(head_dim, token, d >> 5) : k_scale_offset(head_dim, token, d >> 5);
-  const uint32_t q = extract_code(is_fp4, *(const uint32_t *)(tile + at.word_bytes), at.slot);
-  return __half2float(*(const __half *)(tile + scale_at)) * code_value(is_fp4, q);
+  const int at = is_value ? v_scale(false, head_dim, token, d >> 5) : int4_k_scale(head_dim, token, d);
+  const int zero = (int)tile[at + (is_value ? v_zero_distance(head_dim) : k_zero_distance(head_dim))] - 128;
+  return (float)((int)q - zero) * scale_value(tile[at]);
 }
 
 /* cos and sin of position * inv_freq with a three-term reduction, good to 1e-6 up to a million radians. */
@@ -121,6 +192,55 @@ template <int D> SITS_DEV void head_angles(const k_rope &rope, int position, int
   }
 }
 
+/* Hadamard transform of a head vector held by a warp: r[j] is channel lane + 32 j. */
+template <int D> SITS_DEV void hadamard_lanes(float (&r)[D / 32], int lane) {
+  constexpr int N = D / 32;
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1)
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const float o = __shfl_xor_sync(~0u, r[j], d);
+      r[j] = lane & d ? o - r[j] : r[j] + o;
+    }
+#pragma unroll
+  for (int d = 1; d < N; d <<= 1)
+#pragma unroll
+    for (int j = 0; j < N; j++)
+      if (!(j & d)) {
+        const float x = r[j], y = r[j | d];
+        r[j] = x + y, r[j | d] = x - y;
+      }
+#pragma unroll
+  for (int j = 0; j < N; j++) r[j] *= rsqrtf((float)D);
+}
+
+/* The same of a row of a product's fragments: r[2 j + e] is channel 8 j + 2 t + e, in the four lanes t of a row. Without the factor. */
+template <int D> SITS_DEV void hadamard_row(float (&r)[D / 4], int t) {
+#pragma unroll
+  for (int j = 0; j < D / 8; j++) {
+    const float x = r[2 * j], y = r[2 * j + 1];
+    r[2 * j] = x + y, r[2 * j + 1] = x - y;
+  }
+#pragma unroll
+  for (int d = 1; d < 4; d <<= 1)
+#pragma unroll
+    for (int i = 0; i < D / 4; i++) {
+      const float o = __shfl_xor_sync(~0u, r[i], d);
+      r[i] = t & d ? o - r[i] : r[i] + o;
+    }
+#pragma unroll
+  for (int d = 1; d < D / 8; d <<= 1)
+#pragma unroll
+    for (int j = 0; j < D / 8; j++)
+      if (!(j & d)) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float x = r[2 * j + e], y = r[2 * (j | d) + e];
+          r[2 * j + e] = x + y, r[2 * (j | d) + e] = x - y;
+        }
+      }
+}
+
 /* A warp's head vector in shared memory -> r[j], channel lane + 32 j: RMS norm with gain (or NULL), rotation, Hadamard transform if
  * wanted. */
 template <int D> SITS_DEV void rotate_head(float *v, int lane, const float *gain, float eps, const k_rope &rope,
@@ -142,24 +262,7 @@ template <int D> SITS_DEV void rotate_head(float *v, int lane, const float *gain
     const int other = e >= rope.dims ? e : rope.interleaved ? e ^ 1 : first ? e + half : e - half;
     r[j] = v[e] * angle[j].x + (first ? -v[other] : v[other]) * angle[j].y;
   }
-  if (!hadamard) return;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1)
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-      const float o = __shfl_xor_sync(~0u, r[j], d);
-      r[j] = lane & d ? o - r[j] : r[j] + o;
-    }
-#pragma unroll
-  for (int d = 1; d < N; d <<= 1)
-#pragma unroll
-    for (int j = 0; j < N; j++)
-      if (!(j & d)) {
-        const float x = r[j], y = r[j | d];
-        r[j] = x + y, r[j | d] = x - y;
-      }
-#pragma unroll
-  for (int j = 0; j < N; j++) r[j] *= rsqrtf((float)D);
+  if (hadamard) hadamard_lanes<D>(r, lane);
 }
 
 /* A warp rotates one head vector held in shared memory, in place: optional RMS norm with gain, RoPE.
@@ -195,68 +298,142 @@ SITS_DEV void prepare_head(float *v, int head_dim, int lane, const float *gain, 
   __syncwarp();
 }
 
-/* A warp quantises N groups of 32 values (group j: x[j] of every lane) to 4 bits: value ~ scale * (q - 8). The end of larger magnitude
- * sits
- * on -8; the scale is then refitted by least squares. Every lane gets the scales. The groups' reductions run side by side. */
-template <int N> SITS_DEV void quantise4(const float (&x)[N], uint32_t (&code)[N], __half (&scale)[N]) {
-  float top[N], low[N], s[N], xq[N], qq[N];
+/* ---- quantisers: the CPU's, operation by operation, so that both store the same numbers ----
+ * A group's values lie in LANES neighbouring lanes (a power of two), N in each: x[k] is value lane % LANES + LANES k. Sums over a group run
+ * as a tree of halves, whatever LANES is. n: values of the group, the others count nothing. Codes come back in place; scale and zero point
+ * in every lane of the group. */
+template <int LANES, int N> SITS_DEV float group_sum(const float (&x)[N]) {
+  if constexpr (N > 1) {
+    float half[N / 2];
 #pragma unroll
-  for (int j = 0; j < N; j++) top[j] = x[j], low[j] = -x[j];
+    for (int k = 0; k < N / 2; k++) half[k] = x[k] + x[k + N / 2];
+    return group_sum<LANES>(half);
+  } else {
+    float sum = x[0];
 #pragma unroll
-  for (int d = 16; d > 0; d >>= 1)
-#pragma unroll
-    for (int j = 0; j < N; j++)
-      top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], d)), low[j] = fmaxf(low[j], __shfl_xor_sync(~0u, low[j], d));
-#pragma unroll
-  for (int j = 0; j < N; j++) {
-    s[j] = (low[j] > top[j] ? -low[j] : top[j]) * -0.125f;
-    const float inv = s[j] != 0.f ? 1.f / s[j] : 0.f, q = fminf(fmaxf(rintf(x[j] * inv), -8.f), 7.f);
-    code[j] = (uint32_t)((int)q + 8);
-    xq[j] = x[j] * q, qq[j] = q * q;
+    for (int d = LANES / 2; d > 0; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+    return sum;
   }
+}
+template <int LANES> SITS_DEV float group_max(float x) {
 #pragma unroll
-  for (int d = 16; d > 0; d >>= 1)
-#pragma unroll
-    for (int j = 0; j < N; j++) xq[j] += __shfl_xor_sync(~0u, xq[j], d), qq[j] += __shfl_xor_sync(~0u, qq[j], d);
-#pragma unroll
-  for (int j = 0; j < N; j++) scale[j] = __float2half_rn(fminf(fmaxf(qq[j] > 0.f ? xq[j] / qq[j] : s[j], -65504.f), 65504.f));
+  for (int d = LANES / 2; d > 0; d >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+  return x;
 }
 
-/* The nearest e2m1 code of x (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives; beyond 6 is 6). */
-SITS_DEV uint32_t fp4_code(float x) {
-  const float a = fabsf(x);
-  const uint32_t q = (a > .25f) + (a > .75f) + (a > 1.25f) + (a > 1.75f) + (a > 2.5f) + (a > 3.5f) + (a > 5.f);
-  return q | (x < 0.f && q ? 8u : 0u);
-}
-
-/* The same in e2m1: value ~ scale * e2m1. The largest magnitude sits on 6; the scale is then refitted by least squares. */
-template <int N> SITS_DEV void quantise_fp4(const float (&x)[N], uint32_t (&code)[N], __half (&scale)[N]) {
-  float top[N], xq[N], qq[N];
+/* 32 values: q of (q - zero) * scale, 0 to 15. Tries three scales and three zero points. ALL: n is known to be 32. */
+template <int LANES, int N, bool ALL = false>
+SITS_DEV void quantise_u4(const float (&x)[N], int n, int lane, uint32_t (&code)[N], uint32_t *scale, int *zero) {
+  static_assert(LANES * N == 32, "a group");
+  const int first_value = lane & (LANES - 1);
+  float low = 0.f, high = 0.f;
 #pragma unroll
-  for (int j = 0; j < N; j++) top[j] = fabsf(x[j]);
-#pragma unroll
-  for (int d = 16; d > 0; d >>= 1)
-#pragma unroll
-    for (int j = 0; j < N; j++) top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], d));
-#pragma unroll
-  for (int j = 0; j < N; j++) {
-    code[j] = fp4_code(top[j] > 0.f ? x[j] * (6.f / top[j]) : 0.f);
-    const float q = code_value(true, code[j]);
-    xq[j] = x[j] * q, qq[j] = q * q;
+  for (int k = 0; k < N; k++) {
+    const bool counts = ALL || first_value + LANES * k < n;
+    const float v = counts ? x[k] : -INFINITY, w = counts ? x[k] : INFINITY;
+    high = k ? fmaxf(high, v) : v, low = k ? fminf(low, w) : w;
   }
+  high = group_max<LANES>(high), low = -group_max<LANES>(-low);
+  const float size = fmaxf(-low, high), span = (high - low) / 15.f, least = size / 120.f;
+  const uint32_t first = scale_code(fmaxf(span, least));
+  float best = INFINITY, best_scale = 0.f, best_zero = 0.f;
+  uint32_t best_code = first;
+#pragma unroll 1
+  for (int i = 0; i < 3; i++) {
+    const uint32_t c = min(first + i, 255u);
+    const float s = scale_value(c), inverse = s > 0.f ? 1.f / s : 0.f, middle = s > 0.f ? rintf(-low / s) : 0.f;
+    float q[N];
 #pragma unroll
-  for (int d = 16; d > 0; d >>= 1)
+    for (int k = 0; k < N; k++) q[k] = rintf(x[k] * inverse);
 #pragma unroll
-    for (int j = 0; j < N; j++) xq[j] += __shfl_xor_sync(~0u, xq[j], d), qq[j] += __shfl_xor_sync(~0u, qq[j], d);
+    for (int shift = -1; shift <= 1; shift++) {
+      const float z = fminf(fmaxf(middle + (float)shift, -128.f), 127.f), least_q = -z, most_q = 15.f - z;
+      float e[N];
 #pragma unroll
-  for (int j = 0; j < N; j++) scale[j] = __float2half_rn(qq[j] > 0.f ? fminf(xq[j] / qq[j], 65504.f) : 0.f);
+      for (int k = 0; k < N; k++) {
+        const float d = fmaf(fminf(fmaxf(q[k], least_q), most_q), s, -x[k]);
+        e[k] = ALL || first_value + LANES * k < n ? d * d : 0.f;
+      }
+      const float error = group_sum<LANES>(e);
+      if (error < best) best = error, best_code = c, best_scale = s, best_zero = z; /* the last code again changes nothing */
+    }
+  }
+  const float inverse = best_scale > 0.f ? 1.f / best_scale : 0.f;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const float q = fminf(fmaxf(rintf(x[k] * inverse) + best_zero, 0.f), 15.f);
+    code[k] = ALL || first_value + LANES * k < n ? (uint32_t)(int)q : 0u;
+  }
+  *scale = best_code, *zero = (int)best_zero;
 }
 
-template <int N> SITS_DEV void quantise_nibbles(bool is_fp4, const float (&x)[N], uint32_t (&code)[N], __half (&scale)[N]) {
-  if (is_fp4)
-    quantise_fp4<N>(x, code, scale);
-  else
-    quantise4<N>(x, code, scale);
+/* Twice the e2m1 number nearest to a >= 0: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6. */
+SITS_DEV float e2m1_doubled(float a) {
+  const float fine = rintf(a * 2.f), whole = rintf(a) * 2.f, coarse = rintf(a * 0.5f) * 4.f;
+  return fminf(a < 2.f ? fine : a < 4.f ? whole : coarse, 12.f);
+}
+
+/* 16 values, e2m1 * scale: tries five scales. Values from n on must be zeros. */
+template <int LANES, int N> SITS_DEV void quantise_fp4(const float (&x)[N], uint32_t (&code)[N], uint32_t *scale) {
+  static_assert(LANES * N == 16, "a group");
+  float top = 0.f;
+#pragma unroll
+  for (int k = 0; k < N; k++) top = fmaxf(top, fabsf(x[k]));
+  top = group_max<LANES>(top);
+  float best = INFINITY, best_scale = 0.f;
+  uint32_t best_code = 0;
+#pragma unroll 1
+  for (int i = 0; i < 5; i++) {
+    const uint32_t c = scale_code(top / (6.f - 0.5f * (float)i));
+    const float s = scale_value(c), inverse = s > 0.f ? 1.f / s : 0.f;
+    float e[N];
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      const float size = fabsf(x[k]), d = fmaf(e2m1_doubled(size * inverse) * 0.5f, s, -size);
+      e[k] = d * d;
+    }
+    const float error = group_sum<LANES>(e);
+    if (error < best) best = error, best_code = c, best_scale = s;
+  }
+  const float inverse = best_scale > 0.f ? 1.f / best_scale : 0.f;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int d = (int)e2m1_doubled(fabsf(x[k]) * inverse);
+    code[k] = (uint32_t)(d < 4 ? d : d < 8 ? d / 2 + 2 : d / 4 + 4) | (x[k] < 0.f ? 8u : 0u);
+  }
+  *scale = best_code;
+}
+
+/* One token's value of a head, v[D] in shared memory (rotated) -> codes[D], one a byte, and its parameters in the tile. A warp; any D. */
+SITS_DEV void quantise_value(bool is_fp4, uint8_t *tile, const float *v, uint8_t *codes, int head_dim, int token, int lane) {
+  constexpr int N = 4;
+  const int lanes = is_fp4 ? 4 : 8, channels = group_channels(is_fp4), groups = n_groups(is_fp4, head_dim);
+  for (int base = 0; base < groups; base += 32 / lanes) {
+    const int group = base + lane / lanes, first = group * channels, n = min(channels, head_dim - first);
+    float x[N];
+    uint32_t code[N], scale;
+    int zero = 0;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      const int i = (lane & (lanes - 1)) + lanes * k;
+      x[k] = i < n ? v[first + i] : 0.f;
+    }
+    if (is_fp4)
+      quantise_fp4<4>(x, code, &scale);
+    else
+      quantise_u4<8>(x, n, lane, code, &scale, &zero);
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      const int i = (lane & (lanes - 1)) + lanes * k;
+      if (i < n) codes[first + i] = (uint8_t)code[k];
+    }
+    if (n > 0 && (lane & (lanes - 1)) == 0) {
+      uint8_t *at = tile + v_scale(is_fp4, head_dim, token, group);
+      *at = (uint8_t)scale;
+      if (!is_fp4) at[v_zero_distance(head_dim)] = (uint8_t)(zero + 128);
+    }
+  }
+  __syncwarp();
 }
 
 /* Hadamard transform of a warp's head vector in shared memory, any even D up to 256: in blocks of the largest power of two that divides

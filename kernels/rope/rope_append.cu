@@ -1,4 +1,5 @@
-/* q = rotate(norm(q)); k, v of every token of the step go to their pages in the codec's form.
+/* q = rotate(norm(q)); k, v of every token of the step go to their pages in the codec's form; keys of int4 and fp4, which are quantised in
+ * groups of tokens (kv_fold.cu), as f16 to `fresh`, in a decode step to their slot.
  *
  * Arguments: struct k_rope_append (kernels.h).
  * Work split: grid.x takes eight tokens (up to 512 tokens: one). grid.y < G: one KV head; a token that is the first of its 16-token
@@ -6,10 +7,11 @@
  *   tokens; the others are skipped. Words of a block that the step covers in part keep their other nibbles. grid.y >= G: query heads, see
  *   rotate_queries. The KV heads come first because they take longest.
  *   In a decode step (one token a sequence, D 64 or 128) grid.y counts four KV heads at a time, and a warp takes one k or v by itself.
- * Shared memory: 8 warps * D * 4 bytes, and for nibbles in fragment order 16 * 2 D codes.
- * Numerics: rotation f32; f16 saturates; int8 scale = max|x| / 127; int4 and fp4 see kv_tile.cuh.
+ * Shared memory: 8 warps * D * 4 bytes, and for nibbles 16 * D codes.
+ * Numerics: rotation f32; f16 saturates; int8 scale = max|x| / 127 in f32; quantisers see kv_tile.cuh. Which of q, k and v are
+ *   Hadamard-rotated is the codec's affair (kernels.h).
  * Limits: D <= 256, even for int4 and fp4.
- * Links: twin ref_rope (tests/gpu/gpu_ref.c), test tests/gpu/test_attention.c.
+ * Links: twin the CPU's codecs, tests tests/gpu/test_attention.c, test_kv_pages.c.
  */
 #include "common/kv_tile.cuh"
 #include "common/launch.cuh"
@@ -75,15 +77,23 @@ template <int D> SITS_DEV void fetch_head(float (&x)[D / 32], const k_rope_appen
     for (int j = 0; j < D / 32; j++) x[j] += __ldcg(p.slabs + i * p.slab_stride + at + j * 32);
 }
 
-/* The same head rotated when it is a query or a key -> v in shared memory. */
+/* The same head, rotated as the codec wants it -> v in shared memory. */
 template <int D>
 SITS_DEV void finish_head(float (&x)[D / 32], float *v, const k_rope_append &p, const angles<D> &turn, int head, int lane) {
   __syncwarp();
 #pragma unroll
   for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
   __syncwarp();
-  if (head >= p.kv.n_heads + p.kv.n_kv_heads) return;
-  kv::rotate_head<D>(v, lane, head < p.kv.n_heads ? p.q_gain : p.k_gain, p.eps, p.rope, turn.a, k_kv_has_nibbles(p.kv.codec), x);
+  if (head >= p.kv.n_heads + p.kv.n_kv_heads) {
+    if (!k_kv_rotates_values(p.kv.codec)) return;
+    kv::hadamard_lanes<D>(x, lane);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
+    __syncwarp();
+    return;
+  }
+  kv::rotate_head<D>(v, lane, head < p.kv.n_heads ? p.q_gain : p.k_gain, p.eps, p.rope, turn.a, k_kv_rotates_keys(p.kv.codec), x);
   __syncwarp();
 #pragma unroll
   for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
@@ -104,40 +114,23 @@ SITS_DEV void load_head(float *v, const k_rope_append &p, int token, int positio
     __syncwarp();
     for (int e = lane; e < d; e += 32) v[e] = projection(p, at + e, head * d + e);
     __syncwarp();
-    if (head >= p.kv.n_heads + p.kv.n_kv_heads) return;
-    if (d % 32 == 0)
-      kv::prepare_head(v, d, lane, gain, p.eps, p.rope, position);
-    else
-      prepare_head_any(v, d, lane, gain, p.eps, p.rope, position);
-    if (k_kv_has_nibbles(p.kv.codec)) kv::hadamard_any(v, d, lane);
+    const bool is_value = head >= p.kv.n_heads + p.kv.n_kv_heads;
+    if (!is_value) {
+      if (d % 32 == 0)
+        kv::prepare_head(v, d, lane, gain, p.eps, p.rope, position);
+      else
+        prepare_head_any(v, d, lane, gain, p.eps, p.rope, position);
+    }
+    if (is_value ? k_kv_rotates_values(p.kv.codec) : k_kv_rotates_keys(p.kv.codec)) kv::hadamard_any(v, d, lane);
     __syncwarp();
   }
 }
 
 SITS_DEV float saturate(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
 
-/* One token's k or v as nibbles in plain order: a lane a channel, pairs of lanes a byte. */
-SITS_DEV void store_nibbles(bool is_fp4, uint8_t *tile, const float *v, int d, int row, int lane) {
-  const int n_groups = (d + 31) >> 5;
-  for (int g = 0; g < n_groups; g++) {
-    const int e = g * 32 + lane;
-    const float x[1] = {e < d ? v[e] : 0.f};
-    uint32_t code[1];
-    __half scale[1];
-    kv::quantise_nibbles<1>(is_fp4, x, code, scale);
-    const uint32_t other = __shfl_xor_sync(~0u, code[0], 1);
-    if (e < d && !(lane & 1)) tile[row * (d >> 1) + (e >> 1)] = (uint8_t)(code[0] | other << 4);
-    if (lane == 0) ((__half *)(tile + K_PAGE_TOKENS * d))[row * n_groups + g] = scale[0];
-  }
-}
-
-/* One token's k or v in a codec whose values do not share words with other tokens. A warp. */
+/* One token's k or v in f16 or int8. A warp. */
 SITS_DEV void store_plain(const k_rope_append &p, uint8_t *tile, const float *v, int slot, bool is_value, int lane) {
   const int d = p.kv.head_dim;
-  if (k_kv_has_nibbles(p.kv.codec)) {
-    store_nibbles(p.kv.codec == K_KV_FP4, tile, v, d, (is_value ? K_PAGE_TOKENS : 0) + slot, lane);
-    return;
-  }
   const size_t at = (size_t)(is_value ? K_PAGE_TOKENS : 0) * d + (size_t)slot * d;
   if (p.kv.codec == K_KV_F16) {
     for (int e = lane; e < d; e += 32) ((__half *)tile)[at + e] = __float2half_rn(saturate(v[e]));
@@ -145,40 +138,37 @@ SITS_DEV void store_plain(const k_rope_append &p, uint8_t *tile, const float *v,
   }
   float top = 0.f;
   for (int e = lane; e < d; e += 32) top = fmaxf(top, fabsf(v[e]));
-  const __half scale = __float2half_rn(fminf(warp_max(top) / 127.f, 65504.f));
-  const float s = __half2float(scale), inv = s > 0.f ? 1.f / s : 0.f;
-  for (int e = lane; e < d; e += 32) ((int8_t *)tile)[at + e] = (int8_t)__float2int_rn(fminf(fmaxf(v[e] * inv, -127.f), 127.f));
-  if (lane == 0) ((__half *)(tile + 2 * K_PAGE_TOKENS * d))[(is_value ? K_PAGE_TOKENS : 0) + slot] = scale;
+  top = fminf(warp_max(top), 1e30f);
+  const float inverse = top > 0.f ? 127.f / top : 0.f;
+  for (int e = lane; e < d; e += 32) ((int8_t *)tile)[at + e] = (int8_t)__float2int_rn(v[e] * inverse);
+  if (lane == 0) ((float *)(tile + 2 * K_PAGE_TOKENS * d))[(is_value ? K_PAGE_TOKENS : 0) + slot] = top / 127.f;
 }
 
-/* Codes of a block in shared memory -> folded words of the tile; all threads. k_old, v_old: what this thread's first word of each held.
- * */
-SITS_DEV void store_words(bool is_fp4, uint8_t *tile, const uint8_t *codes, int d, int block, int first, int n, uint32_t k_old,
-                          uint32_t v_old) {
+/* One token's value as nibbles, in plain order. A warp. codes: D bytes of its own. */
+SITS_DEV void store_value(bool is_fp4, uint8_t *tile, const float *v, uint8_t *codes, int d, int slot, int lane) {
+  kv::quantise_value(is_fp4, tile, v, codes, d, slot, lane);
+  for (int i = lane; i < d / 2; i += 32) tile[(K_PAGE_TOKENS + slot) * (d >> 1) + i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+  __syncwarp();
+}
+
+/* One token's key in f16 where sits_k_kv_fold finds it. A warp. */
+SITS_DEV void store_fresh(const k_rope_append &p, const float *v, int t, int head, int lane) {
+  const int d = p.kv.head_dim;
+  __half *to = (__half *)p.kv.fresh + ((size_t)t * p.kv.n_kv_heads + head) * d;
+  for (int e = lane; e < d; e += 32) to[e] = __float2half_rn(saturate(v[e]));
+}
+
+/* Codes [16][D] of a block's values in shared memory -> folded words of the tile; all threads. old: what this thread's first word held. */
+SITS_DEV void store_words(bool is_fp4, uint8_t *tile, const uint8_t *codes, int d, int block, int first, int n, uint32_t old) {
   const bool is_whole = n == 16;
-  for (int i = threadIdx.x; i < 2 * d; i += blockDim.x) { /* K: rows g, g+8, channels 4 c .. 4 c + 3 */
-    int g = i & 7, c4 = (i >> 3) * 4;
-    if (c4 < d) {
-      uint32_t *at = (uint32_t *)(tile + kv::k_place(d, block * 16 + g, c4).word_bytes), w = is_whole                ? 0
-                                                                                             : i == (int)threadIdx.x ? k_old
-                                                                                                                     : *at;
-      for (int r = 0; r < 2; r++)
-        if (g + 8 * r >= first && g + 8 * r < first + n)
-          for (int c = 0; c < 4; c++)
-            w = kv::insert_code(is_fp4, w, kv::place_slot(c, r), codes[(g + 8 * r) * 2 * d + c4 + c]);
-      *at = w;
-    }
-  }
-  for (int i = threadIdx.x; i < 2 * d; i += blockDim.x) { /* V: channels dd, dd+8, tokens 2t, 2t+1, 2t+8, 2t+9 */
+  for (int i = threadIdx.x; i < 2 * d; i += blockDim.x) { /* channels dd, dd+8, tokens 2t, 2t+1, 2t+8, 2t+9 */
     int t = i & 3, dd = (i >> 2 & 7) + (i >> 5) * 16;
-    uint32_t *at = (uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, dd).word_bytes), w = is_whole                ? 0
-                                                                                               : i == (int)threadIdx.x ? v_old
-                                                                                                                       : *at;
+    uint32_t *at = (uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, dd).word_bytes);
+    uint32_t w = is_whole ? 0 : i == (int)threadIdx.x ? old : *at;
     for (int r = 0; r < 4; r++) {
       int tk = 2 * t + (r & 1) + (r >> 1) * 8;
       if (tk < first || tk >= first + n) continue;
-      for (int h = 0; h < 2; h++)
-        w = kv::insert_code(is_fp4, w, kv::place_slot(r, h), codes[tk * 2 * d + d + dd + 8 * h]);
+      for (int h = 0; h < 2; h++) w = kv::insert_code(is_fp4, w, kv::place_slot(r, h), codes[tk * d + dd + 8 * h]);
     }
     *at = w;
   }
@@ -199,13 +189,12 @@ template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, ui
   const int s = kv.token_seq[t0], end = kv.seq_start[s + 1], position = kv.positions[t0];
   const int n = min(end - t0, 16 - (position & 15)), slot0 = position & (K_PAGE_TOKENS - 1), block = slot0 >> 4, first = slot0 & 15;
   const int page = kv.block_table[(size_t)s * kv.table_stride + position / K_PAGE_TOKENS];
-  uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
-  uint32_t k_old = 0, v_old = 0; /* fetched here so that they arrive while the codes are made */
+  uint8_t *tile = kv::page_tile(kv, page, kv.layer, head);
+  uint32_t old = 0; /* fetched here so that it arrives while the codes are made */
   const bool has_nibbles = k_kv_has_nibbles(kv.codec), is_fp4 = kv.codec == K_KV_FP4;
   if (D > 0 && has_nibbles && n < 16 && (int)threadIdx.x < 2 * d) {
     const int i = threadIdx.x, t = i & 3;
-    k_old = __ldcg((const uint32_t *)(tile + kv::k_place(d, block * 16 + (i & 7), (i >> 3) * 4).word_bytes));
-    v_old = __ldcg((const uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, (i >> 2 & 7) + (i >> 5) * 16).word_bytes));
+    old = __ldcg((const uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, (i >> 2 & 7) + (i >> 5) * 16).word_bytes));
   }
   if constexpr (D > 0) {
     constexpr int TURNS = 32 / WARPS; /* a warp's heads: fetched together, then finished one by one */
@@ -220,47 +209,45 @@ template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, ui
       const int i = warp + c * WARPS, is_value = i & 1, slot = slot0 + (i >> 1);
       if (i >= 2 * n) break;
       finish_head<D>(x[c], v, p, angles_at<D>(p, position + (i >> 1), lane), kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
-      if (!has_nibbles) {
+      if (!has_nibbles)
         store_plain(p, tile, v, slot, is_value, lane);
-        continue;
-      }
-      uint32_t code[D / 32];
-      __half scale[D / 32];
-      kv::quantise_nibbles<D / 32>(is_fp4, x[c], code, scale);
-#pragma unroll
-      for (int j = 0; j < D / 32; j++) {
-        codes[((slot & 15) * 2 + is_value) * D + lane + j * 32] = (uint8_t)code[j];
-        if (lane == j) *(__half *)(tile + (is_value ? kv::v_scale_offset(D, slot, j) : kv::k_scale_offset(D, slot, j))) = scale[j];
-      }
+      else if (is_value)
+        kv::quantise_value(is_fp4, tile, v, codes + (slot & 15) * D, D, slot, lane);
+      else
+        store_fresh(p, v, t0 + (i >> 1), head, lane);
     }
   } else { /* every codec stores these head sizes token by token */
     for (int i = warp; i < 2 * n; i += WARPS) {
-      load_head<D>(v, p, t0 + (i >> 1), position + (i >> 1), angles<D>{}, kv.n_heads + (i & 1 ? kv.n_kv_heads : 0) + head, lane);
-      store_plain(p, tile, v, slot0 + (i >> 1), i & 1, lane);
+      const bool is_value = i & 1;
+      load_head<D>(v, p, t0 + (i >> 1), position + (i >> 1), angles<D>{}, kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
+      if (!has_nibbles)
+        store_plain(p, tile, v, slot0 + (i >> 1), is_value, lane);
+      else if (is_value)
+        store_value(is_fp4, tile, v, codes + warp * d, d, slot0 + (i >> 1), lane);
+      else
+        store_fresh(p, v, t0 + (i >> 1), head, lane);
     }
   }
   if (D == 0 || !has_nibbles) return;
   __syncthreads();
-  store_words(is_fp4, tile, codes, d, block, first, n, k_old, v_old);
+  store_words(is_fp4, tile, codes, d, block, first, n, old);
   __syncthreads();
 }
 
-/* k or v of one token and head, where the token's 16-token block has no other token in this step. A warp, which shares nothing with
- * others. codes: D bytes of its own in shared memory. */
+/* k or v of one token and head in a decode step. A warp, which shares nothing with others. codes: D bytes of its own in shared memory. */
 template <int D> SITS_DEV void append_one(const k_rope_append &p, float *v, uint8_t *codes, int t, int head, bool is_value, int lane) {
   const k_kv_view &kv = p.kv;
-  const int position = kv.positions[t], slot = position & (K_PAGE_TOKENS - 1);
-  const int page = kv.block_table[(size_t)kv.token_seq[t] * kv.table_stride + position / K_PAGE_TOKENS];
-  uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, D);
+  const int position = kv.positions[t], slot = position & (K_PAGE_TOKENS - 1), s = kv.token_seq[t];
+  const int page = kv.block_table[(size_t)s * kv.table_stride + position / K_PAGE_TOKENS];
+  uint8_t *tile = kv::page_tile(kv, page, kv.layer, head);
   const bool has_nibbles = k_kv_has_nibbles(kv.codec), is_fp4 = kv.codec == K_KV_FP4;
-  constexpr int MOST = D / 64; /* words of a lane: v two channels each, k four */
+  constexpr int MOST = D / 64; /* words of a lane, two channels each */
   uint32_t *at[MOST], word[MOST];
 #pragma unroll
   for (int w = 0; w < MOST; w++) { /* fetched here so that they arrive while the codes are made */
     const int i = lane + w * 32, d = (i >> 3) * 16 + (i & 7);
-    const bool is_mine = has_nibbles && (is_value || i < D / 4);
-    at[w] = is_mine ? (uint32_t *)(tile + (is_value ? kv::v_place(D, slot, d) : kv::k_place(D, slot, i * 4)).word_bytes) : NULL;
-    word[w] = is_mine ? __ldcg(at[w]) : 0;
+    at[w] = (uint32_t *)(tile + kv::v_place(D, slot, d).word_bytes);
+    word[w] = has_nibbles && is_value ? __ldcg(at[w]) : 0;
   }
   float x[D / 32];
   const int row = kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head;
@@ -270,23 +257,20 @@ template <int D> SITS_DEV void append_one(const k_rope_append &p, float *v, uint
     store_plain(p, tile, v, slot, is_value, lane);
     return;
   }
-  uint32_t code[D / 32];
-  __half scale[D / 32];
-  kv::quantise_nibbles<D / 32>(is_fp4, x, code, scale);
+  if (!is_value) { /* pairs of channels lie together */
+    __half *open = kv::open_tile(kv, kv.open_slot[2 * s + 1], kv.layer, head);
 #pragma unroll
-  for (int j = 0; j < D / 32; j++) {
-    codes[lane + j * 32] = (uint8_t)code[j];
-    if (lane == j) *(__half *)(tile + (is_value ? kv::v_scale_offset(D, slot, j) : kv::k_scale_offset(D, slot, j))) = scale[j];
+    for (int w = 0; w < D / 64; w++) {
+      const int d = 2 * (lane + w * 32);
+      *(uint32_t *)(open + kv::open_at(D, position % k_kv_open_tokens(kv.codec), d)) = pack_half2(saturate(v[d]), saturate(v[d + 1]));
+    }
+    return;
   }
-  __syncwarp();
+  kv::quantise_value(is_fp4, tile, v, codes, D, slot, lane);
 #pragma unroll
   for (int w = 0; w < MOST; w++) {
     const int i = lane + w * 32, d = (i >> 3) * 16 + (i & 7);
-    if (at[w] == NULL) continue;
-    if (is_value)
-      for (int h = 0; h < 2; h++) word[w] = kv::insert_code(is_fp4, word[w], kv::v_place(D, slot, d + 8 * h).slot, codes[d + 8 * h]);
-    else
-      for (int c = 0; c < 4; c++) word[w] = kv::insert_code(is_fp4, word[w], kv::k_place(D, slot, i * 4 + c).slot, codes[i * 4 + c]);
+    for (int h = 0; h < 2; h++) word[w] = kv::insert_code(is_fp4, word[w], kv::v_place(D, slot, d + 8 * h).slot, codes[d + 8 * h]);
     *at[w] = word[w];
   }
 }
@@ -338,7 +322,7 @@ __global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_co
     rotate_queries<D>(p, v, blockIdx.y - kv_rows, per_cta, warp, lane);
     return;
   }
-  uint8_t *codes = (uint8_t *)(shared + WARPS * d); /* [16][2][D] */
+  uint8_t *codes = (uint8_t *)(shared + WARPS * d); /* [16][D] */
   uint32_t starts = __ballot_sync(~0u, lane < per_cta && begins_block(p, blockIdx.x * per_cta + lane));
   grid_wait();
   if constexpr (D > 0)
@@ -350,84 +334,22 @@ __global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_co
   for (; starts; starts &= starts - 1) append_block<D>(p, v, codes, blockIdx.x * per_cta + __ffs(starts) - 1, blockIdx.y, warp, lane);
 }
 
-/* Element index of (row, channel) of one KV head's gathered keys or values. */
-SITS_DEV size_t gathered_at(bool is_tiled, int d, size_t row, int ch) {
-  if (!is_tiled) return row * d + ch;
-  const size_t tile = row >> 7;
-  const int r = (int)row & 127;
-  return ((tile * (d >> 6) + (ch >> 6)) * 128 + r) * 64 + (((ch >> 3 & 7) ^ (r & 7)) << 3) + (ch & 7);
-}
-
-__global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ k_kv_gather p) {
-  grid_trigger();
-  grid_wait();
-  const k_kv_view &kv = p.kv;
-  const int s = p.seq0 + blockIdx.z, head = blockIdx.y, len = kv.kv_len[s], d = kv.head_dim;
-  const int index = p.first_page + blockIdx.x, n = len - index * K_PAGE_TOKENS, n_pages = (len + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS;
-  if (index >= (p.is_tiled ? (n_pages + 1) & ~1 : n_pages)) return;
-  if (p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1) return;
-  const size_t base = (size_t)head * p.capacity * d, row0 = (p.offset ? p.offset[s] : 0) + index * K_PAGE_TOKENS;
-  __half *k = (__half *)p.k + base, *v = (__half *)p.v + base;
-  if (n <= 0) { /* the second half of the last tile */
-    for (int i = threadIdx.x; i < K_PAGE_TOKENS * d; i += blockDim.x) {
-      const size_t at = gathered_at(true, d, row0 + i / d, i % d);
-      k[at] = v[at] = __float2half_rn(0.f);
-    }
-    return;
-  }
-  const int page = kv.block_table[(size_t)s * kv.table_stride + index];
-  const uint8_t *tile = kv.pool + (size_t)page * kv.page_bytes + (size_t)(kv.layer * kv.n_kv_heads + head) * k_kv_tile_bytes(kv.codec, d);
-  if (k_kv_has_nibbles(kv.codec) && k_kv_has_fragments(d)) {
-    /* a word gives 8 values; K: four channels of two tokens, V: two channels of four tokens */
-    const bool is_fp4 = kv.codec == K_KV_FP4;
-    for (int i = threadIdx.x; i < 16 * d; i += blockDim.x) {
-      const bool is_value = i >= 8 * d;
-      const int w = is_value ? i - 8 * d : i, block = w / (2 * d), r = w - block * 2 * d, chunk = r >> 7, q4 = r & 127, lane = q4 >> 2;
-      const int step = chunk * 4 + (q4 & 3), g = lane >> 2, t = lane & 3;
-      const uint32_t word = ((const uint32_t *)tile)[i];
-      __half *dst = is_value ? v : k;
-#pragma unroll
-      for (int c = 0; c < 4; c++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int token = block * 16 + (is_value ? 2 * t + (c & 1) + (c >> 1) * 8 : g + 8 * h);
-          const int ch = step * 16 + (is_value ? g + 8 * h : 4 * t + c);
-          const int at = is_value ? kv::v_scale_offset(d, token, ch >> 5) : kv::k_scale_offset(d, token, ch >> 5);
-          const uint32_t q = kv::extract_code(is_fp4, word, kv::place_slot(c, h));
-          const float x = __half2float(*(const __half *)(tile + at)) * kv::code_value(is_fp4, q);
-          dst[gathered_at(p.is_tiled, d, row0 + token, ch)] = __float2half_rn(token < n ? x : 0.f);
-        }
-    }
-    return;
-  }
-  for (int i = threadIdx.x; i < K_PAGE_TOKENS * d; i += blockDim.x) {
-    const int token = i / d, e = i % d;
-    const size_t at = gathered_at(p.is_tiled, d, row0 + token, e);
-    k[at] = __float2half_rn(token < n ? kv::load(tile, kv.codec, d, false, token, e) : 0.f);
-    v[at] = __float2half_rn(token < n ? kv::load(tile, kv.codec, d, true, token, e) : 0.f);
-  }
-}
 } // namespace
 
 extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream at) {
   const int d = a->kv.head_dim;
   const bool has_nibbles = k_kv_has_nibbles(a->kv.codec);
   if (d > MAX_D || (has_nibbles && d % 2)) return cudaErrorInvalidValue;
-  const size_t smem = (size_t)d * 4 * WARPS + (has_nibbles && k_kv_has_fragments(d) ? 32 * d : 0);
+  const size_t smem = (size_t)d * 4 * WARPS + (has_nibbles ? 16 * d : 0);
   /* Few tokens: a CTA per token, so that nothing is done in turn; many: a warp per token, or empty CTAs would cost more than the work. */
-  const int per_cta = a->kv.n_tokens <= 512 ? 1 : WARPS, q_each = per_cta == 1 ? WARPS : Q_HEADS;
+  const bool is_single = a->is_single && (d == 64 || d == 128);
+  const int per_cta = a->kv.n_tokens <= 512 || is_single ? 1 : WARPS, q_each = per_cta == 1 ? WARPS : Q_HEADS;
   const int q_rows = (a->kv.n_heads + q_each - 1) / q_each;
-  /* A decode step, where a CTA per KV head would have six of eight warps without work and the grid two rounds for one. */
-  const bool is_single = per_cta == 1 && a->is_single && (d == 64 || d == 128);
+  /* Single: a CTA per KV head would have six of eight warps without work and the grid two rounds for one. */
   const int kv_rows = is_single ? (a->kv.n_kv_heads + KV_HEADS - 1) / KV_HEADS : a->kv.n_kv_heads;
   return launch_kernel(d == 128  ? rope_append_kernel<128>
                        : d == 64 ? rope_append_kernel<64>
                                  : rope_append_kernel<0>,
                        dim3((a->kv.n_tokens + per_cta - 1) / per_cta, q_rows + kv_rows), dim3(THREADS), smem, (cudaStream_t)at.stream,
                        at.pdl, *a, per_cta, is_single);
-}
-
-extern "C" int sits_k_kv_gather(const struct k_kv_gather *a, struct k_stream at) {
-  return launch_kernel(kv_gather_kernel, dim3(a->is_tiled ? a->max_pages + 1 : a->max_pages, a->kv.n_kv_heads, a->n_seqs),
-                       dim3(256), 0, (cudaStream_t)at.stream, at.pdl, *a);
 }

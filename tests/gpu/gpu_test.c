@@ -69,6 +69,10 @@ void gpu_read(void *host, const void *device, size_t bytes) {
   gpu_check_call(cudaDeviceSynchronize(), "kernel");
   gpu_check_call(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
 }
+void gpu_write(void *device, const void *host, size_t bytes) {
+  gpu_check_call(cudaDeviceSynchronize(), "kernel");
+  gpu_check_call(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+}
 void *host_alloc(size_t bytes) {
   void *p = mem_calloc(1, bytes);
   if (!p || n_host == MAX_BUFFERS) gpu_check_call(cudaErrorMemoryAllocation, "host memory");

@@ -20,6 +20,7 @@ void *gpu_alloc(size_t bytes);                   /* 0xFF-filled, freed by gpu_re
 void *gpu_zeros(size_t bytes);
 void *gpu_copy(const void *host, size_t bytes);  /* new buffer with these bytes */
 void gpu_read(void *host, const void *device, size_t bytes); /* synchronizes */
+void gpu_write(void *device, const void *host, size_t bytes); /* likewise */
 void gpu_release_all(void);
 void *host_alloc(size_t bytes);                  /* freed by gpu_release_all too */
 void gpu_check_call(int cuda_error, const char *what);

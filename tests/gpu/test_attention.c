@@ -1,12 +1,15 @@
 /* RoPE, append, gather, prefill and decode attention over pages of every codec against f64 on the host.
  *
  * Pages are judged in two steps: the gathered keys and values must be near the exact ones (the codec's error), and attention must equal
- * the f64 attention over the gathered ones. So the order of bits inside a page is free, but nothing else is.
+ * the f64 attention over the gathered ones; with int4 and fp4 a query's own group counts with its exact keys, in f16. So the order of bits
+ * inside a page is free, but nothing else is. test_kv_pages.c compares the stored numbers with the CPU's.
  */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "backend/backend.h"
+#include "backend/kv_open.h"
 #include "gpu_test.h"
 
 static int32_t n_sm;
@@ -29,12 +32,34 @@ struct world {
   struct k_kv_view view; /* device pointers filled per step */
   struct k_rope rope;
   float *dev_q_gain, *dev_k_gain;
-  int32_t *dev_offset;
-  void *dev_k, *dev_v;
+  int32_t *dev_offset, *table; /* table: on the host */
+  void *dev_k, *dev_v, *dev_exact;
+  int64_t exact_capacity;
+  struct kv_open *open;        /* NULL where the codec has no open groups */
 };
+enum { MOST_TOKENS = 2048 };
+
+static void unexpected(void *user, int32_t slot, int32_t page, int32_t group, int32_t n) {
+  (void)user;
+  verdict(false, "slot %d, page %d, group %d, %d tokens: no slot should be folded or copied", slot, page, group, n);
+}
+static void unexpected_unfold(void *user, int32_t page, int32_t group, int32_t slot) { unexpected(user, slot, page, group, 0); }
+static void unexpected_copy(void *user, int32_t from_slot, int32_t to_slot) { unexpected(user, from_slot, to_slot, 0, 0); }
 
 static size_t history(const struct world *w, int32_t s, int32_t pos, int32_t g) {
   return (((size_t)s * w->max_pages * K_PAGE_TOKENS + pos) * w->c.kv_heads + g) * w->c.dim;
+}
+
+/* Walsh-Hadamard in blocks of the largest power of two that divides D, orthonormal: its own inverse. */
+static void hadamard(double *v, int32_t d) {
+  const int32_t block = d & -d;
+  for (int32_t n = 1; n < block; n *= 2)
+    for (int32_t i = 0; i < d; i++)
+      if (!(i & n)) {
+        double x = v[i], y = v[i + n];
+        v[i] = x + y, v[i + n] = x - y;
+      }
+  for (int32_t i = 0; i < d; i++) v[i] /= sqrt(block);
 }
 
 static void rotate_head(const struct world *w, double *v, const float *gain, int32_t position) {
@@ -49,15 +74,7 @@ static void rotate_head(const struct world *w, double *v, const float *gain, int
     double angle = (double)((float)position * w->inv_freq[i]), c = cos(angle), s = sin(angle), x = v[a], y = v[b];
     v[a] = x * c - y * s, v[b] = y * c + x * s;
   }
-  if (!k_kv_has_nibbles(w->c.codec)) return;
-  const int32_t block = d & -d; /* the largest power of two that divides D */
-  for (int32_t n = 1; n < block; n *= 2)
-    for (int32_t i = 0; i < d; i++)
-      if (!(i & n)) {
-        double x = v[i], y = v[i + n];
-        v[i] = x + y, v[i + n] = x - y;
-      }
-  for (int32_t i = 0; i < d; i++) v[i] /= sqrt(block);
+  if (k_kv_rotates_keys(w->c.codec)) hadamard(v, d);
 }
 
 static struct world make_world(struct config c, const int32_t *lens) {
@@ -89,17 +106,28 @@ static struct world make_world(struct config c, const int32_t *lens) {
   }
   for (int32_t s = 0, used = 0; s < N_SEQS; s++)
     for (int32_t p = 0; p < (lens[s] + 8 + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS; p++) table[s * w.max_pages + p] = order[used++];
+  w.table = table;
+  if (k_kv_has_nibbles(c.codec)) {
+    w.open = kv_open_create(k_kv_open_tokens(c.codec), w.n_pages, kv_open_slots(N_SEQS),
+                            (struct kv_open_ops){unexpected, unexpected_unfold, unexpected_copy}, NULL);
+    w.exact_capacity = k_kv_exact_rows(MOST_TOKENS, N_SEQS);
+    w.dev_exact = gpu_alloc((size_t)w.exact_capacity * c.kv_heads * c.dim * 2);
+  }
+  const size_t slots = (size_t)kv_open_slots(N_SEQS) * (size_t)k_kv_open_bytes(c.codec, w.n_layers, c.kv_heads, c.dim);
   w.view = (struct k_kv_view){.pool = gpu_zeros((size_t)(page * w.n_pages)),
                               .page_bytes = page,
                               .codec = c.codec,
                               .layer = w.layer,
+                              .n_layers = w.n_layers,
                               .n_heads = c.heads,
                               .n_kv_heads = c.kv_heads,
                               .head_dim = c.dim,
                               .window = c.window,
                               .n_seqs = N_SEQS,
                               .block_table = gpu_copy(table, (size_t)N_SEQS * w.max_pages * 4),
-                              .table_stride = w.max_pages};
+                              .table_stride = w.max_pages,
+                              .open = w.open ? gpu_zeros(slots) : NULL,
+                              .fresh = w.open ? gpu_alloc((size_t)MOST_TOKENS * c.kv_heads * c.dim * 2) : NULL};
   return w;
 }
 
@@ -129,6 +157,7 @@ static struct step make_step(struct world *w, const int32_t *new_tokens) {
           float x = round_half(rand_unit() * (h < c->heads ? 2.f : 1.f));
           v[e] = x, half[(size_t)t * ld + h * d + e] = half_bits(x);
         }
+        if (h >= c->heads + c->kv_heads && k_kv_rotates_values(c->codec)) hadamard(v, d);
         if (h < c->heads + c->kv_heads) rotate_head(w, v, !c->head_norm ? NULL : h < c->heads ? w->q_gain : w->k_gain, p);
         float *to = h < c->heads                 ? st.q + ((size_t)t * c->heads + h) * d
                     : h < c->heads + c->kv_heads ? w->k + history(w, s, p, h - c->heads)
@@ -137,6 +166,14 @@ static struct step make_step(struct world *w, const int32_t *new_tokens) {
       }
     }
   for (int32_t s = 0; s < N_SEQS; s++) w->len[s] += new_tokens[s], kv_len[s] = w->len[s];
+  if (w->open) {
+    const struct backend_batch batch = {.n_tokens = st.n_tokens, .n_seqs = N_SEQS, .positions = pos, .seq_start = st.start,
+                                        .block_table = w->table, .table_stride = w->max_pages};
+    int32_t *tiles = host_alloc((size_t)st.n_tokens * 4), slots[2 * N_SEQS];
+    kv_open_begin(w->open, &batch, tiles);
+    for (int32_t s = 0; s < N_SEQS; s++) slots[2 * s] = tiles[st.start[s]], slots[2 * s + 1] = tiles[st.start[s + 1] - 1];
+    w->view.open_slot = gpu_copy(slots, sizeof slots);
+  }
   st.dev_qkv = gpu_copy(half, (size_t)st.n_tokens * ld * 2);
   st.dev_q = gpu_alloc((size_t)st.n_tokens * c->heads * d * 2), st.dev_out = gpu_alloc((size_t)st.n_tokens * c->heads * d * 2);
   w->view.n_tokens = st.n_tokens;
@@ -145,10 +182,12 @@ static struct step make_step(struct world *w, const int32_t *new_tokens) {
   return st;
 }
 
-/* Gather all pages; error of keys and values against the exact ones; k and v come back as f32 [G][capacity][D]. */
+/* Gather all pages; error of keys and values against the exact ones, keys of complete groups only; k and v come back as f32
+ * [G][capacity][D]. */
 static double gather(struct world *w, float *k, float *v) {
   const size_t n = (size_t)w->c.kv_heads * w->capacity * w->c.dim;
-  struct k_kv_gather a = {w->view, 0, N_SEQS, w->dev_offset, 0, w->max_pages, w->capacity, w->dev_k, w->dev_v, false};
+  struct k_kv_gather a = {w->view, 0, N_SEQS, w->dev_offset, 0, w->max_pages, w->capacity, w->dev_k, w->dev_v, false,
+                          false, w->dev_exact, w->exact_capacity};
   gpu_check_call(sits_k_kv_gather(&a, gpu_stream()), "sits_k_kv_gather");
   uint16_t *h = host_alloc(n * 2);
   double d2 = 0, r2 = 0;
@@ -162,6 +201,7 @@ static double gather(struct world *w, float *k, float *v) {
           for (int32_t e = 0; e < w->c.dim; e++) {
             size_t at = ((size_t)g * w->capacity + w->offset[s] + p) * w->c.dim + e;
             double want = exact[history(w, s, p, g) + e], got = out[at] = half_value(h[at]);
+            if (which == 0 && w->open && p >= w->len[s] / k_kv_open_tokens(w->c.codec) * k_kv_open_tokens(w->c.codec)) continue;
             d2 += (got - want) * (got - want), r2 += want * want;
           }
   }
@@ -177,11 +217,14 @@ static void ref_attention(const struct world *w, const struct step *st, const fl
       for (int32_t h = 0; h < c->heads; h++) {
         const int32_t pos = w->len[s] - (st->start[s + 1] - t), lo = c->window && pos >= c->window ? pos - c->window + 1 : 0;
         const float *q = st->q + ((size_t)t * c->heads + h) * d;
-        const size_t base = ((size_t)(h / (c->heads / c->kv_heads)) * w->capacity + w->offset[s]) * d;
+        const int32_t group = h / (c->heads / c->kv_heads), tokens = k_kv_open_tokens(c->codec);
+        const int32_t own = tokens ? pos / tokens * tokens : pos + 1;
+        const size_t base = ((size_t)group * w->capacity + w->offset[s]) * d;
         double top = -1e300, sum = 0;
         for (int32_t p = lo; p <= pos; p++) {
           double x = 0;
-          for (int32_t e = 0; e < d; e++) x += (double)q[e] * k[base + (size_t)p * d + e];
+          for (int32_t e = 0; e < d; e++)
+            x += (double)q[e] * (p < own ? k[base + (size_t)p * d + e] : round_half(w->k[history(w, s, p, group) + e]));
           score[p] = x / sqrt(d);
           if (score[p] > top) top = score[p];
         }
@@ -191,6 +234,7 @@ static void ref_attention(const struct world *w, const struct step *st, const fl
           sum += x;
           for (int32_t e = 0; e < d; e++) acc[e] += x * v[base + (size_t)p * d + e];
         }
+        if (k_kv_rotates_values(c->codec)) hadamard(acc, d);
         for (int32_t e = 0; e < d; e++) out[((size_t)t * c->heads + h) * d + e] = (float)(acc[e] / sum);
       }
 }
@@ -206,12 +250,14 @@ static double compare_out(const struct world *w, const struct step *st, const fl
   return relative_error(got, want, (size_t)st->n_tokens * width);
 }
 
-static void run_rope_append(struct world *w, struct step *st) {
-  const bool is_single = st->n_tokens == N_SEQS; /* every case gives each sequence a token */
+/* is_decode: as before the decode kernel, or sits_k_attn_any would not find the keys that went to slots. */
+static void run_rope_append(struct world *w, struct step *st, bool is_decode) {
+  const bool is_single = st->n_tokens == N_SEQS && (is_decode || w->open == NULL); /* every case gives each sequence a token */
   struct k_rope_append a = {
       .kv = w->view, .rope = w->rope, .qkv = st->dev_qkv, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f, .q = st->dev_q,
       .is_single = is_single};
   gpu_check_call(sits_k_rope_append(&a, gpu_stream()), "sits_k_rope_append");
+  if (w->open && !is_decode) gpu_check_call(sits_k_kv_fold(&w->view, gpu_stream()), "sits_k_kv_fold");
 }
 
 /* What a codec may lose of random keys and values. */
@@ -224,23 +270,24 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
   const size_t n_kv = (size_t)c->kv_heads * w->capacity * c->dim, n_out = (size_t)st->n_tokens * c->heads * c->dim;
   float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
   const double codec_limit = codec_error(c->codec);
-  run_rope_append(w, st);
+  run_rope_append(w, st, false);
   double error = gather(w, k, v);
   verdict(error < codec_limit, "%s %s: pages hold keys and values within %.4f", c->name, what, error);
   ref_attention(w, st, k, v, want);
   int32_t most = 0;
   for (int32_t s = 0; s < N_SEQS; s++) most = new_tokens[s] > most ? new_tokens[s] : most;
   if (k_attn_prefill_takes(c->dim)) {
-    struct k_attn_prefill a = {w->view, st->dev_q, w->dev_k, w->dev_v, w->capacity, w->dev_offset, 0, N_SEQS, most, st->dev_out, false};
+    struct k_attn_prefill a = {w->view, st->dev_q, w->dev_k, w->dev_v, w->capacity, w->dev_offset, 0, N_SEQS, most, st->dev_out,
+                               false, 0, NULL, w->dev_exact, w->exact_capacity};
     gpu_check_call(sits_k_attn_prefill(&a, gpu_stream()), "sits_k_attn_prefill");
     error = compare_out(w, st, want, 0, st->dev_out, n_out * 2);
     verdict(error < 3e-3, "%s %s: prefill attention %.2e", c->name, what, error);
   }
   if (k_attn_prefill_takes(c->dim)) {
     struct k_kv_gather tiled = {w->view,     0,           N_SEQS,              w->dev_offset,       0, w->max_pages,
-                                w->capacity, gpu_alloc(n_kv * 2), gpu_alloc(n_kv * 2), false, true};
+                                w->capacity, gpu_alloc(n_kv * 2), gpu_alloc(n_kv * 2), false, true, w->dev_exact, w->exact_capacity};
     struct k_attn_prefill a = {w->view, st->dev_q, tiled.k, tiled.v, w->capacity, w->dev_offset, 0, N_SEQS, most, gpu_alloc(n_out * 2),
-                               false};
+                               false, 0, NULL, w->dev_exact, w->exact_capacity};
     gpu_check_call(sits_k_kv_gather(&tiled, gpu_stream()), "sits_k_kv_gather");
     gpu_check_call(sits_k_attn_prefill_sm90(&a, n_sm, gpu_stream()), "sits_k_attn_prefill_sm90");
     error = compare_out(w, st, want, 0, a.out, n_out * 2);
@@ -250,7 +297,8 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
     a.out = gpu_alloc(n_out * 2), a.workspace = gpu_alloc(k_attn_prefill_workspace_bytes(many, c->dim));
     for (int32_t s = 0; s < N_SEQS; s++) {
       a.seq0 = tiled.seq0 = s, a.n_seqs = tiled.n_seqs = 1, a.max_keys = w->len[s];
-      tiled.first_page = w->len[s] / K_PAGE_TOKENS / 2;
+      const int32_t first_new = w->len[s] - new_tokens[s], half = w->len[s] / K_PAGE_TOKENS / 2;
+      tiled.first_page = half < first_new / K_PAGE_TOKENS ? half : first_new / K_PAGE_TOKENS; /* later pages have new tokens */
       gpu_check_call(sits_k_kv_gather(&tiled, gpu_stream()), "sits_k_kv_gather");
       gpu_check_call(sits_k_attn_prefill_sm90(&a, many, gpu_stream()), "sits_k_attn_prefill_sm90");
     }
@@ -270,7 +318,7 @@ static void run_decode(struct world *w, struct step *st, const char *what, int32
   const size_t n_kv = (size_t)c->kv_heads * w->capacity * c->dim, n_out = (size_t)st->n_tokens * c->heads * c->dim;
   const size_t bytes = frag_m ? (size_t)k_blocks(c->heads * c->dim) * 128 * frag_m * 2 : n_out * 2;
   float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
-  if (!fused) run_rope_append(w, st);
+  if (!fused) run_rope_append(w, st, true);
   struct k_attn_decode a = {.kv = w->view,
                             .rope = w->rope,
                             .q = fused ? NULL : st->dev_q,
@@ -283,6 +331,7 @@ static void run_decode(struct world *w, struct step *st, const char *what, int32
                             .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, c->dim)),
                             .counters = gpu_zeros((size_t)N_SEQS * c->kv_heads * 4)};
   gpu_check_call(sits_k_attn_decode(&a, n_sm, gpu_stream()), "sits_k_attn_decode");
+  gpu_check_call(sits_k_kv_close(&w->view, n_sm, gpu_stream()), "sits_k_kv_close");
   double error = gather(w, k, v);
   verdict(error < codec_error(c->codec), "%s %s: pages after decode within %.4f", c->name, what, error);
   ref_attention(w, st, k, v, want);
@@ -291,7 +340,7 @@ static void run_decode(struct world *w, struct step *st, const char *what, int32
 }
 
 static void run_config(struct config c) {
-  static const int32_t lens[N_SEQS] = {1, 63, 64, 65, 130, 700, 17}, more[N_SEQS] = {3, 1, 1, 70, 129, 2, 16},
+  static const int32_t lens[N_SEQS] = {1, 63, 64, 65, 130, 700, 28}, more[N_SEQS] = {3, 1, 1, 70, 129, 2, 1},
                        one[N_SEQS] = {1, 1, 1, 1, 1, 1, 1};
   int32_t end[N_SEQS];
   for (int32_t s = 0; s < N_SEQS; s++) end[s] = lens[s] + more[s];
@@ -309,12 +358,14 @@ static void run_config(struct config c) {
     st = make_step(&w, one);
     run_prefill(&w, &st, "one token each", one);
   }
+  kv_open_destroy(w.open);
   gpu_release_all();
 }
 
 int main(void) {
   n_sm = gpu_open();
   gpu_check_call(sits_k_attn_decode_init(), "init");
+  gpu_check_call(sits_k_kv_fold_init(), "init");
   gpu_check_call(sits_k_attn_prefill_init(), "init");
   gpu_check_call(sits_k_attn_prefill_sm90_init(), "init");
   run_config((struct config){32, 8, 128, K_KV_INT4, false, false, 128, 0, "int4 32/8 x128"});
@@ -328,6 +379,7 @@ int main(void) {
   run_config((struct config){4, 2, 96, K_KV_INT4, false, false, 96, 0, "int4 4/2 x96"});
   run_config((struct config){8, 4, 8, K_KV_F16, true, false, 8, 0, "f16 8/4 x8 interleaved"});
   run_config((struct config){8, 1, 128, K_KV_F16, false, true, 128, 77, "f16 8/1 x128 window 77"});
+  run_config((struct config){6, 2, 64, K_KV_FP4, true, false, 64, 0, "fp4 6/2 x64 interleaved"});
   run_config((struct config){9, 3, 64, K_KV_INT8, false, false, 64, 0, "int8 9/3 x64"});
   run_config((struct config){4, 2, 48, K_KV_INT8, false, true, 48, 0, "int8 4/2 x48"});
   return gpu_finish();

@@ -4,11 +4,10 @@
  *
  * Models: stories260K (SITS_SHARED_DATA or ../shared/data), a SmolLM2 file (SITS_TEST_MODEL), and every *.bin of a folder of engine files
  * (SITS_TEST_ENGINES, one file a recipe); those that are absent are skipped.
- * Tolerances, ||cuda - cpu|| / ||cpu|| over all logits. The CPU runs with exact pages (f32) and, for quantised weights of model files,
- * 8-bit activations of its own; CUDA has f16 activations there, and in engine files the file's own. So f16 and int8 pages must agree
- * within 4 %, nibbles (int4, fp4) within 30 % (models of 0.3 and 135 million parameters; the codec's error).
- * Engine files with 4-bit activations: 12 % and 35 %: where both sides differ in the last bit before rounding, a value now and then
- * falls to the other of two levels that lie a fifteenth of the group's range apart.
+ * Tolerances, ||cuda - cpu|| / ||cpu|| over all logits, both sides with pages of the same codec, which hold the same numbers but for
+ * roundings. For quantised weights of model files the CPU has 8-bit activations of its own, CUDA f16 ones; in engine files both have the
+ * file's. So they must agree within 4 %, with nibbles (int4, fp4) within 8 %, where a last bit before rounding now and then moves a value
+ * by a fifteenth of its group's range. Engine files with 4-bit activations, where that happens in every product: 12 % and 15 %.
  */
 #include <dirent.h>
 #include <math.h>
@@ -187,7 +186,7 @@ static void run_model(const char *path, const char *name, const char *codec, dou
   struct side cpu = {0}, cuda = {0};
   int32_t from[SEQS] = {0}, n_new[SEQS], split[SEQS], part[SEQS] = {0};
   printf("== %s, %s pages\n", name, codec);
-  if (!open_side(&cpu, path, "cpu", "f32", NULL) || !open_side(&cuda, path, "cuda", codec, NULL)) {
+  if (!open_side(&cpu, path, "cpu", codec, NULL) || !open_side(&cuda, path, "cuda", codec, NULL)) {
     verdict(false, "open %s", name);
     goto done;
   }
@@ -201,6 +200,7 @@ static void run_model(const char *path, const char *name, const char *codec, dou
     compare(&cpu, &cuda, from, n_new, limit, "decode of all");
     for (int32_t s = 0; s < SEQS; s++) from[s]++;
   }
+  swap_pages(&cpu);
   swap_pages(&cuda);
   n_new[0] = n_new[2] = n_new[4] = 0;
   compare(&cpu, &cuda, from, n_new, limit, "decode of two");
@@ -334,7 +334,7 @@ static void run_engine_files(const char *folder)
     if (end != NULL && end[4] == 0) {
       snprintf(path, sizeof path, "%s/%s", folder, name);
       for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++)
-        run_model(path, name, codecs[c], c < 2 ? has_int4 ? 0.12 : 0.04 : has_int4 ? 0.35 : 0.30);
+        run_model(path, name, codecs[c], c < 2 ? has_int4 ? 0.12 : 0.04 : has_int4 ? 0.15 : 0.08);
     }
     free(names[i]);
   }
@@ -375,8 +375,8 @@ int main(void)
   if (access(path, R_OK) == 0) {
     run_model(path, "stories260K", "f16", 0.04);
     run_model(path, "stories260K", "int8", 0.04);
-    run_model(path, "stories260K", "int4", 0.30);
-    run_model(path, "stories260K", "fp4", 0.30);
+    run_model(path, "stories260K", "int4", 0.08);
+    run_model(path, "stories260K", "fp4", 0.08);
     n_ranks_of_cuda = 2;
     run_model(path, "stories260K over 2 ranks", "f16", 0.04);
     run_model(path, "stories260K over 2 ranks", "int8", 0.04);
@@ -387,8 +387,8 @@ int main(void)
   if (big && access(big, R_OK) == 0) {
     run_model(big, "SmolLM2", "f16", 0.04);
     run_model(big, "SmolLM2", "int8", 0.04);
-    run_model(big, "SmolLM2", "int4", 0.30);
-    run_model(big, "SmolLM2", "fp4", 0.30);
+    run_model(big, "SmolLM2", "int4", 0.08);
+    run_model(big, "SmolLM2", "fp4", 0.08);
   } else
     printf("SKIP  SITS_TEST_MODEL is not set\n");
   if (getenv("SITS_TEST_ENGINES") != NULL)

@@ -46,13 +46,13 @@ static enum sits_status read_in_chunks(int32_t text, int32_t page0, int32_t end,
   return status;
 }
 
-/* Half a prompt, then another sequence writes over one token of its first page, then the rest. is_dropped: a page is read and written back
- * before the rest, which ends the keeping. */
+/* Half a prompt, then another sequence writes over the first group of its first page, then the rest. is_dropped: a page is read and written
+ * back before the rest, which ends the keeping. */
 static enum sits_status read_disturbed(int32_t page0, bool is_dropped, float *logits)
 {
   static uint8_t page[1 << 22];
   enum sits_status status = read_in_chunks(1, page0, 2 * CHUNK, false, logits);
-  if (!status) status = read_chunk(2, page0, 10, 1, false, logits); /* token 10 of the first page, and nothing before it */
+  if (!status) status = read_chunk(2, page0, 0, 32, false, logits); /* a whole group of int4's keys */
   if (!status && is_dropped) status = runner.vtable->kv_read_page(runner.kv, page0, page);
   if (!status && is_dropped) status = runner.vtable->kv_write_page(runner.kv, page0, page);
   return status ? status : read_chunk(1, page0, 2 * CHUNK, CHUNK, false, logits);

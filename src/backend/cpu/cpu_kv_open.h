@@ -1,18 +1,7 @@
 /* Open groups: keys of codecs that quantise many tokens together, kept in f16 while their group is incomplete.
  *
- * Vocabulary: a group is open_tokens consecutive positions of a sequence (32 for int4, 64 for fp4; a page holds a whole number of them); a
- * tile is the f16 keys of one group and kv head in one layer, [D][open_tokens]; a slot is the tiles of one group in all layers and heads.
- * A query reads its own group from the tile, all older ones from the page, whether or not the group has been folded meanwhile: so a
- * token's result does not depend on how many tokens were appended with it.
- *
- * Where tiles lie: a group that a batch leaves incomplete, or that was incomplete before it, has a slot; one that a batch both begins and
- * completes lives in a scratch tile, reused layer by layer. Slots are found by (page, group in page) and recycled, complete groups
- * first, then the least recently used; an incomplete one is first folded as it is, and unfolded again should its sequence go on (that
- * costs precision, never correctness; with more slots than sequences it takes an abandoned sequence to happen).
- *
- * Rules: 1. cpu_kv_open_begin before a batch runs, on the calling thread; it cannot fail (there are two slots for
- * each sequence of a batch). 2. Swapped-out
- * pages carry their open group folded; copied pages take their slot along.
+ * Whose groups they are, and when they are folded: backend/kv_open.h. A tile is the f16 keys of one group and kv head in one layer,
+ * [D][open_tokens]; a group that a batch both begins and completes lives in a scratch tile, reused layer by layer.
  */
 #ifndef SITS_BACKEND_CPU_CPU_KV_OPEN_H
 #define SITS_BACKEND_CPU_CPU_KV_OPEN_H
@@ -25,7 +14,7 @@ struct backend_batch;
 struct backend_kv;
 struct cpu_kv_open;                  /* NULL for codecs without open groups */
 
-enum sits_status cpu_kv_open_create(const struct backend_kv *kv, int32_t max_tokens, int32_t max_seqs, struct cpu_kv_open **out)
+enum sits_status cpu_kv_open_create(struct backend_kv *kv, int32_t max_tokens, int32_t max_seqs, struct cpu_kv_open **out)
     SITS_MUST_CHECK;
 void cpu_kv_open_destroy(struct cpu_kv_open *open);
 

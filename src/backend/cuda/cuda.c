@@ -66,6 +66,7 @@ static enum sits_status init_kernels(void)
   int e = sits_k_w4a16_init();
   if (!e) e = sits_k_w4a8_init();
   if (!e) e = sits_k_attn_decode_init();
+  if (!e) e = sits_k_kv_fold_init();
   if (!e) e = sits_k_attn_prefill_init();
   if (!e) e = sits_k_attn_prefill_sm90_init();
   return e ? SITS_DEVICE : SITS_OK;
@@ -161,13 +162,14 @@ static bool is_decode_batch(const struct backend_batch *b)
   return true;
 }
 
-/* Pinned copies of the batch's arrays, padded to n_seqs sequences of one token where that is more than the batch has. */
-static void fill_inputs(const struct backend_kv *kv, const struct backend_batch *b, const struct cuda_inputs *in, int32_t *host,
+/* Pinned copies of the batch's arrays, padded to n_seqs sequences of one token where that is more than the batch has. Open groups get
+ * their slots here. */
+static void fill_inputs(struct backend_kv *kv, const struct backend_batch *b, const struct cuda_inputs *in, int32_t *host,
                         int32_t n_seqs, bool has_fast_decode)
 {
   int32_t *seq_start = host, *kv_len = seq_start + in->max_seqs + 1, *row_token = kv_len + in->max_seqs,
-          *offset = row_token + in->max_seqs, *tokens = offset + in->max_seqs, *positions = tokens + in->max_tokens,
-          *token_seq = positions + in->max_tokens;
+          *offset = row_token + in->max_seqs, *open_slot = offset + in->max_seqs, *tokens = open_slot + 2 * in->max_seqs,
+          *positions = tokens + in->max_tokens, *token_seq = positions + in->max_tokens;
   memcpy(seq_start, b->seq_start, (size_t)(b->n_seqs + 1) * sizeof(int32_t));
   memcpy(kv_len, b->kv_len, (size_t)b->n_seqs * sizeof(int32_t));
   memcpy(row_token, b->row_token, (size_t)b->n_rows * sizeof(int32_t));
@@ -176,8 +178,9 @@ static void fill_inputs(const struct backend_kv *kv, const struct backend_batch 
   for (int32_t s = 0; s < b->n_seqs; s++)
     for (int32_t t = b->seq_start[s]; t < b->seq_start[s + 1]; t++) token_seq[t] = s;
   for (int32_t s0 = 0; s0 < b->n_seqs;) s0 = cuda_gather_chunk(b, kv, s0, has_fast_decode, offset);
+  cuda_kv_begin(kv, b, open_slot);
   for (int32_t s = b->n_seqs; s < n_seqs; s++) {
-    seq_start[s + 1] = b->n_tokens, kv_len[s] = 0, row_token[s] = s, offset[s] = 0;
+    seq_start[s + 1] = b->n_tokens, kv_len[s] = 0, row_token[s] = s, offset[s] = 0, open_slot[2 * s] = open_slot[2 * s + 1] = -1;
     tokens[s] = positions[s] = 0, token_seq[s] = -1;
   }
 }

@@ -147,7 +147,7 @@ bool cuda_make_inputs(struct backend_program *p, struct cuda_inputs *in, int32_t
 {
   in->max_tokens = max_tokens;
   in->max_seqs = max_seqs;
-  in->n_words = 3LL * max_tokens + 4LL * max_seqs + 1;
+  in->n_words = 3LL * max_tokens + 6LL * max_seqs + 1;
   in->device = cuda_memory_alloc(p->backend, p, (size_t)in->n_words * sizeof(int32_t));
   if (in->device == NULL) return false;
   for (int32_t i = 0; i < CUDA_IN_FLIGHT; i++)
@@ -156,7 +156,8 @@ bool cuda_make_inputs(struct backend_program *p, struct cuda_inputs *in, int32_t
   in->kv_len = in->seq_start + max_seqs + 1;
   in->row_token = in->kv_len + max_seqs;
   in->offset = in->row_token + max_seqs;
-  in->tokens = in->offset + max_seqs;
+  in->open_slot = in->offset + max_seqs;
+  in->tokens = in->open_slot + 2 * max_seqs;
   in->positions = in->tokens + max_tokens;
   in->token_seq = in->positions + max_tokens;
   return true;

@@ -85,7 +85,7 @@ struct cuda_layer {
 struct cuda_inputs {
   int32_t max_tokens, max_seqs;
   int32_t *device, *host[CUDA_IN_FLIGHT];
-  int32_t *tokens, *positions, *token_seq, *seq_start, *kv_len, *row_token, *offset; /* into device */
+  int32_t *tokens, *positions, *token_seq, *seq_start, *kv_len, *row_token, *offset, *open_slot; /* into device */
   int64_t n_words;
 };
 
@@ -167,6 +167,11 @@ struct backend_kv {
   cudaStream_t send_stream;         /* of cuda_kv_send, beside the batches' */
   cudaEvent_t written;              /* the pages that it sends are */
   int32_t reached;                  /* device whose memory can be written from here; -1: none asked for yet */
+  /* int4 and fp4, else NULL */
+  struct kv_open *open;             /* which group has which slot */
+  void *open_keys, *fresh, *exact;  /* slots; keys of a step; gathered keys of the groups that a step writes (kernels.h) */
+  int64_t exact_capacity;
+  int32_t *tiles;                   /* [T] on the host: where kv_open_begin puts each token */
 };
 
 /* ---- cuda_memory.c ---- */
@@ -300,6 +305,11 @@ enum sits_status cuda_batch_start(struct backend_program *p, struct backend_kv *
 enum sits_status cuda_batch_finish(struct backend_program *p, struct cuda_slot *slot, const struct backend_batch *b) SITS_MUST_CHECK;
 
 /* ---- cuda_kv.c ---- */
+/* Give every group that the batch writes a slot; open_slot: [S][2] (kernels.h). Nothing to do for codecs without open groups. */
+void cuda_kv_begin(struct backend_kv *kv, const struct backend_batch *batch, int32_t *open_slot);
+/* The newest batch goes on while others run (a lane's); it has ended. */
+void cuda_kv_hold(struct backend_kv *kv);
+void cuda_kv_release(struct backend_kv *kv);
 uint64_t cuda_kv_page_bytes(const struct kv_geometry *geometry);
 enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
                                 struct sits_error *err);

@@ -1,8 +1,11 @@
 /* Page memory: one pool, page id -> pool + id * page_bytes; inside, a tile per (layer, KV head). Entry points: cuda_kv_create,
- * cuda_kv_copy_pages, cuda_kv_read_page, cuda_kv_write_page, cuda_kv_send (to another device, beside the batches).
- * The pool starts zeroed: unwritten slots of a page are multiplied by zero
- * probabilities and must hold finite numbers. */
+ * cuda_kv_begin, cuda_kv_copy_pages, cuda_kv_read_page, cuda_kv_write_page, cuda_kv_send (to another device, beside the batches).
+ * The pool starts zeroed: unwritten slots of a page are multiplied by zero probabilities and must hold finite numbers.
+ *
+ * int4 and fp4 keep the keys of unfinished groups in slots (backend/kv_open.h), f16 for all layers and heads. What that file asks for is
+ * launched on the stream before the batch it is asked for; a failure there is sticky, and shows at the next call. */
 #include "backend/cuda/cuda_internal.h"
+#include "backend/kv_open.h"
 #include "base/log.h"
 #include "base/mem.h"
 
@@ -36,8 +39,96 @@ void cuda_kv_destroy(struct backend_kv *kv)
   if (kv->send_stream) (void)cudaStreamDestroy(kv->send_stream);
   if (kv->written) (void)cudaEventDestroy(kv->written);
   cuda_kept_fini(kv);
+  kv_open_destroy(kv->open);
+  mem_free(kv->tiles);
   cuda_memory_free_owner(kv->backend, kv);
   mem_free(kv);
+}
+
+static struct k_kv_view slot_view(const struct backend_kv *kv)
+{
+  return (struct k_kv_view){.pool = kv->pool,
+                            .page_bytes = kv->page_bytes,
+                            .codec = kv->codec,
+                            .n_layers = kv->geometry.n_layers,
+                            .n_kv_heads = kv->geometry.n_kv_heads,
+                            .head_dim = kv->geometry.head_dim,
+                            .open = kv->open_keys};
+}
+
+static int64_t slot_bytes(const struct backend_kv *kv)
+{
+  return k_kv_open_bytes(kv->codec, kv->geometry.n_layers, kv->geometry.n_kv_heads, kv->geometry.head_dim);
+}
+
+static struct k_stream plain_stream(const struct backend_kv *kv)
+{
+  return (struct k_stream){(struct CUstream_st *)kv->backend->stream, false};
+}
+
+/* A failure is sticky: the backend's next call reports it. */
+static void launched(enum sits_status status) { (void)status; }
+
+static void fold_slot(void *user, int32_t slot, int32_t page, int32_t group, int32_t n_tokens)
+{
+  const struct backend_kv *kv = user;
+  const struct k_kv_view view = slot_view(kv);
+  launched(CUDA_CALL(kv->backend, sits_k_kv_fold_slot(&view, slot, page, group, n_tokens, plain_stream(kv))));
+}
+
+static void unfold_slot(void *user, int32_t page, int32_t group, int32_t slot)
+{
+  const struct backend_kv *kv = user;
+  const struct k_kv_view view = slot_view(kv);
+  launched(CUDA_CALL(kv->backend, sits_k_kv_unfold_slot(&view, page, group, slot, plain_stream(kv))));
+}
+
+static void copy_slot(void *user, int32_t from_slot, int32_t to_slot)
+{
+  const struct backend_kv *kv = user;
+  const int64_t bytes = slot_bytes(kv);
+  uint8_t *keys = kv->open_keys;
+  launched(CUDA_CALL(kv->backend, cudaMemcpyAsync(keys + to_slot * bytes, keys + from_slot * bytes, (size_t)bytes,
+                                                  cudaMemcpyDeviceToDevice, kv->backend->stream)));
+}
+
+/* Slots, and memory for steps of many tokens. */
+static bool create_open(struct backend_kv *kv)
+{
+  const struct kv_geometry *g = &kv->geometry;
+  const struct backend_options *options = &kv->backend->options;
+  const int32_t tokens = k_kv_open_tokens(kv->codec), n_slots = kv_open_slots(options->max_seqs);
+  const size_t width = (size_t)g->n_kv_heads * (size_t)g->head_dim * 2;
+  if (tokens == 0) return true;
+  kv->open = kv_open_create(tokens, g->n_pages, n_slots, (struct kv_open_ops){fold_slot, unfold_slot, copy_slot}, kv);
+  kv->tiles = mem_calloc((size_t)options->max_batch_tokens, sizeof *kv->tiles);
+  kv->open_keys = cuda_memory_alloc(kv->backend, kv, (size_t)n_slots * (size_t)slot_bytes(kv));
+  kv->fresh = cuda_memory_alloc(kv->backend, kv, (size_t)options->max_batch_tokens * width);
+  if (kv->open == NULL || kv->tiles == NULL || kv->open_keys == NULL || kv->fresh == NULL) return false;
+  if (!k_attn_prefill_takes(g->head_dim)) return true;
+  kv->exact_capacity = k_kv_exact_rows(options->max_batch_tokens, options->max_seqs);
+  kv->exact = cuda_memory_alloc(kv->backend, kv, (size_t)kv->exact_capacity * width);
+  return kv->exact != NULL;
+}
+
+void cuda_kv_begin(struct backend_kv *kv, const struct backend_batch *b, int32_t *open_slot)
+{
+  if (kv->open != NULL) kv_open_begin(kv->open, b, kv->tiles);
+  for (int32_t s = 0; s < b->n_seqs; s++) {
+    const bool has_any = kv->open != NULL && b->seq_start[s + 1] > b->seq_start[s];
+    open_slot[2 * s] = has_any ? kv->tiles[b->seq_start[s]] : -1;
+    open_slot[2 * s + 1] = has_any ? kv->tiles[b->seq_start[s + 1] - 1] : -1;
+  }
+}
+
+void cuda_kv_hold(struct backend_kv *kv)
+{
+  if (kv->open != NULL) kv_open_hold(kv->open);
+}
+
+void cuda_kv_release(struct backend_kv *kv)
+{
+  if (kv->open != NULL) kv_open_release(kv->open);
 }
 
 enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
@@ -53,7 +144,7 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
   *kv = (struct backend_kv){.backend = backend, .geometry = *geometry, .codec = codec, .page_bytes = (int64_t)page_bytes, .reached = -1};
   cuda_enter(backend);
   kv->pool = cuda_memory_alloc(backend, kv, (size_t)geometry->n_pages * page_bytes);
-  bool ok = kv->pool != NULL;
+  bool ok = kv->pool != NULL && create_open(kv);
   if (ok && k_attn_prefill_takes(geometry->head_dim)) {
     kv->gather_tokens = (int64_t)geometry->n_pages * KV_PAGE_TOKENS;
     kv->gather_tokens = (kv->gather_tokens + CUDA_GATHER_TOKENS - 1) / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;
@@ -83,19 +174,32 @@ enum sits_status cuda_kv_copy_pages(struct backend_kv *kv, const struct kv_copy 
   cuda_enter(kv->backend);
   for (int32_t i = 0; i < n; i++) {
     if (!is_page(kv, copies[i].from_page) || !is_page(kv, copies[i].to_page)) return SITS_INVALID_ARGUMENT;
+    if (copies[i].from_page == copies[i].to_page) continue;
     cuda_kept_written(kv, copies[i].to_page);
     const enum sits_status status = CUDA_CALL(
         kv->backend, cudaMemcpyAsync(kv->pool + copies[i].to_page * kv->page_bytes, kv->pool + copies[i].from_page * kv->page_bytes,
                                      (size_t)kv->page_bytes, cudaMemcpyDeviceToDevice, kv->backend->stream));
     if (status != SITS_OK) return status;
+    if (kv->open != NULL) kv_open_copied(kv->open, copies[i].from_page, copies[i].to_page);
   }
-  return SITS_OK;
+  return kv->backend->is_failed ? SITS_DEVICE : SITS_OK;
+}
+
+/* One incomplete group of the page that `user` points to: folded where it lies, which nobody reads before its sequence goes on. */
+struct folding { struct backend_kv *kv; int32_t page; };
+
+static void fold_in_place(void *user, int32_t slot, int32_t group, int32_t n_tokens)
+{
+  const struct folding *to = user;
+  fold_slot(to->kv, slot, to->page, group, n_tokens);
 }
 
 enum sits_status cuda_kv_read_page(struct backend_kv *kv, int32_t page, void *host)
 {
   cuda_enter(kv->backend);
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
+  struct folding to = {kv, page};
+  if (kv->open != NULL) kv_open_visit(kv->open, page, fold_in_place, &to);
   const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(host, kv->pool + page * kv->page_bytes, (size_t)kv->page_bytes,
                                                                          cudaMemcpyDeviceToHost, kv->backend->stream));
   return status != SITS_OK ? status : CUDA_CALL(kv->backend, cudaStreamSynchronize(kv->backend->stream));
@@ -106,6 +210,7 @@ enum sits_status cuda_kv_write_page(struct backend_kv *kv, int32_t page, const v
   cuda_enter(kv->backend);
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;
   cuda_kept_written(kv, page);
+  if (kv->open != NULL) kv_open_written(kv->open, page);
   const enum sits_status status = CUDA_CALL(kv->backend, cudaMemcpyAsync(kv->pool + page * kv->page_bytes, host, (size_t)kv->page_bytes,
                                                                          cudaMemcpyHostToDevice, kv->backend->stream));
   return status != SITS_OK ? status : CUDA_CALL(kv->backend, cudaStreamSynchronize(kv->backend->stream));
@@ -113,8 +218,11 @@ enum sits_status cuda_kv_write_page(struct backend_kv *kv, int32_t page, const v
 
 void cuda_kv_expect(struct backend_kv *kv, const int32_t *pages, int32_t n)
 {
-  for (int32_t i = 0; i < n; i++)
-    if (is_page(kv, pages[i])) cuda_kept_written(kv, pages[i]);
+  for (int32_t i = 0; i < n; i++) {
+    if (!is_page(kv, pages[i])) continue;
+    cuda_kept_written(kv, pages[i]);
+    if (kv->open != NULL) kv_open_written(kv->open, pages[i]);
+  }
 }
 
 /* Direct copies over the link where the devices allow it, else the driver takes them through the host. */

@@ -83,7 +83,10 @@ enum sits_status cuda_lane_open(struct backend_program *program, const struct ba
 enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *b)
 {
   struct cuda_lane *state = lane->lane;
-  if (state->phase == BEGUN) cuda_kept_release(state->kv, false); /* what it held is given up */
+  if (state->phase == BEGUN) { /* what it held is given up */
+    cuda_kept_release(state->kv, false);
+    cuda_kv_release(state->kv);
+  }
   state->phase = IDLE;
   lane->next_slot = lane->n_pending = 0;
   if (lane->backend->is_failed) return SITS_DEVICE;
@@ -112,6 +115,7 @@ static enum sits_status run_piece(struct backend_program *lane)
     state->step = (struct cuda_step){&lane->general, b->n_tokens, 1, b->n_rows, false, b->sample != NULL, false, b, -1, 0, span};
     state->step.kept_seq = cuda_kept_choose(state->kv, b, &state->step.kept_page);
     cuda_kept_hold(state->kv);
+    cuda_kv_hold(state->kv);
   }
   const bool is_whole = lane->is_fast && b->n_tokens <= CUDA_FAST_TOKENS; /* its layers hand over in other ways */
   span->to = is_whole || n_layers - span->from <= state->n_layers ? n_layers : span->from + state->n_layers;
@@ -145,6 +149,7 @@ enum sits_status cuda_lane_run(struct backend_program *lane, bool (*go_on)(void 
     if (us > LONG_PIECE_US && state->n_layers > 1) state->n_layers--;
     if (state->span.from < lane->program->dims.n_layers) continue;
     cuda_kept_release(state->kv, true);
+    cuda_kv_release(state->kv);
     state->phase = DONE;
     lane->next_slot = lane->n_pending = 1; /* for wait: slot 0 */
     *is_done = true;

@@ -25,6 +25,7 @@ static struct k_kv_view view_of(const struct backend_program *p, const struct ba
                             .page_bytes = kv->page_bytes,
                             .codec = kv->codec,
                             .layer = layer,
+                            .n_layers = d->n_layers,
                             .n_heads = d->n_heads,
                             .n_kv_heads = d->n_kv_heads,
                             .head_dim = d->head_dim,
@@ -36,7 +37,10 @@ static struct k_kv_view view_of(const struct backend_program *p, const struct ba
                             .positions = in->positions,
                             .token_seq = in->token_seq,
                             .block_table = p->table,
-                            .table_stride = p->max_pages};
+                            .table_stride = p->max_pages,
+                            .open = kv->open_keys,
+                            .open_slot = in->open_slot,
+                            .fresh = kv->fresh};
 }
 
 bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_kv *kv)
@@ -86,7 +90,7 @@ int32_t cuda_gather_chunk(const struct backend_batch *b, const struct backend_kv
 }
 
 /* Where some sequences' expanded keys and values go. */
-struct expanded { void *k, *v; int64_t capacity; const int32_t *offset; int32_t first_page; };
+struct expanded { void *k, *v, *exact; int64_t capacity, exact_capacity; const int32_t *offset; int32_t first_page; };
 
 /* Sequences s0 .. s1 - 1: expand their pages, attend. */
 static enum sits_status attend_range(struct backend_program *p, const struct cuda_step *step, const struct k_kv_view *view, int32_t s0,
@@ -115,7 +119,9 @@ static enum sits_status attend_range(struct backend_program *p, const struct cud
                                      .k = to->k,
                                      .v = to->v,
                                      .skip_single = has_fast_decode,
-                                     .is_tiled = is_hopper};
+                                     .is_tiled = is_hopper,
+                                     .exact = to->exact,
+                                     .exact_capacity = to->exact_capacity};
   const struct k_attn_prefill attend = {.kv = *view,
                                         .q = p->q,
                                         .k = to->k,
@@ -128,7 +134,9 @@ static enum sits_status attend_range(struct backend_program *p, const struct cud
                                         .out = p->attn,
                                         .skip_single = has_fast_decode,
                                         .max_keys = max_keys,
-                                        .workspace = p->prefill_workspace};
+                                        .workspace = p->prefill_workspace,
+                                        .exact = to->exact,
+                                        .exact_capacity = to->exact_capacity};
   LAUNCH(sits_k_kv_gather(&gather, at));
   LAUNCH(is_hopper ? sits_k_attn_prefill_sm90(&attend, p->backend->n_sm, at) : sits_k_attn_prefill(&attend, at));
   return SITS_OK;
@@ -138,14 +146,15 @@ static enum sits_status gathered_attention(struct backend_program *p, struct bac
                                            const struct k_kv_view *view, bool has_fast_decode, struct k_stream at)
 {
   const struct backend_batch *b = step->batch;
-  const struct expanded scratch = {kv->gather_k, kv->gather_v, kv->gather_tokens, step->in->offset, 0};
+  const struct expanded scratch = {kv->gather_k, kv->gather_v, kv->exact, kv->gather_tokens, kv->exact_capacity, step->in->offset, 0};
   for (int32_t s0 = 0, s1; s0 < b->n_seqs; s0 = s1) {
     s1 = cuda_gather_chunk(b, kv, s0, has_fast_decode, NULL);
     const int32_t kept = step->kept_seq >= s0 && step->kept_seq < s1 ? step->kept_seq : s1; /* the kept one parts the range */
     TRY(attend_range(p, step, view, s0, kept, &scratch, has_fast_decode, at));
     if (kept == s1) continue;
     const size_t layer = (size_t)view->layer * (size_t)view->n_kv_heads * (size_t)kv->kept.capacity * (size_t)view->head_dim * 2;
-    const struct expanded memory = {(uint8_t *)kv->kept.k + layer, (uint8_t *)kv->kept.v + layer, kv->kept.capacity, NULL, step->kept_page};
+    const struct expanded memory = {(uint8_t *)kv->kept.k + layer, (uint8_t *)kv->kept.v + layer, kv->exact, kv->kept.capacity,
+                                    kv->exact_capacity, NULL, step->kept_page};
     TRY(attend_range(p, step, view, kept, kept + 1, &memory, has_fast_decode, at));
     TRY(attend_range(p, step, view, kept + 1, s1, &scratch, has_fast_decode, at));
   }
@@ -172,8 +181,9 @@ static enum sits_status attention(struct backend_program *p, struct backend_kv *
                                        .k_gain = layer->k_gain,
                                        .eps = p->program->dims.rms_eps,
                                        .q = p->q,
-                                       .is_single = step->is_decode};
+                                       .is_single = step->is_decode && (has_fast_decode || kv->open == NULL)};
   LAUNCH(sits_k_rope_append(&append, at));
+  if (kv->open != NULL && !(step->is_decode && has_fast_decode)) LAUNCH(sits_k_kv_fold(&view, at));
   if (step->is_decode && has_fast_decode) return decode_attention(p, &view, layer, p->q, frag_m, frag_m ? frag : p->attn, at);
   if (k_attn_prefill_takes(view.head_dim)) {
     bool has_single = false;
@@ -370,6 +380,10 @@ enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, cons
   else
     TRY(run_general(p, kv, step, at));
   if (step->span != NULL && step->span->to < p->program->dims.n_layers) return SITS_OK;
+  if (kv->open != NULL && step->is_decode && cuda_has_fast_decode(p, kv)) { /* older keys than a query's own group are those of pages */
+    const struct k_kv_view view = view_of(p, kv, step, 0);
+    LAUNCH(sits_k_kv_close(&view, p->backend->n_sm, at));
+  }
   if (p->comm != NULL && step->n_rows > 0) TRY(cuda_comm_gather(p, step->n_rows, at));
   if (!step->is_sampled || step->n_rows == 0) return SITS_OK;
   const int32_t vocab = p->program->dims.n_vocab;

@@ -25,7 +25,7 @@ struct lab {
   int failed; /* first CUDA error */
   double read_tb_s;
   const char *only; /* part of the names that are measured, NULL = all */
-  uint8_t *weights, *kv;
+  uint8_t *weights, *kv, *open;
   void *weight[LAYERS][4], *head;
   float *channel, *h, *gain, *ssq, *f32, *workspace, *act_scale;
   void *frag[3], *wide, *act;
@@ -82,7 +82,8 @@ static void make(struct lab *lab)
   lab->workspace = take(lab, k_attn_decode_workspace_bytes(lab->n_sm, D));
   lab->counters = take(lab, MOST_TOKENS * G * 4);
   lab->kv = take(lab, (size_t)KV_GIB << 30);
-  lab->ints = take(lab, 16 * 1024);
+  lab->open = take(lab, (size_t)MOST_TOKENS * (size_t)k_kv_open_bytes(K_KV_FP4, LAYERS, G, D));
+  lab->ints = take(lab, 512 * 1024);
   lab->table_stride = 1024;
   lab->table = take(lab, (size_t)MOST_TOKENS * 1024 * 4);
   if (!lab->failed) check(lab, sits_k_fill_f32(lab->gain, F, 1.f, (struct k_stream){(struct CUstream_st *)lab->stream, false}), "fill");
@@ -164,25 +165,32 @@ static void launch_w4a16(struct lab *lab, int layer, int which, int32_t n, bool 
   check(lab, sits_k_w4a16(&a, lab->n_sm, at_of(lab, pdl)), "w4a16");
 }
 
+static struct k_kv_view view_of(const struct lab *lab, int layer, enum k_kv_codec codec, int32_t n_seqs)
+{
+  return (struct k_kv_view){.pool = lab->kv,
+                            .page_bytes = (int64_t)k_kv_tile_bytes(codec, D) * G * LAYERS,
+                            .codec = codec,
+                            .layer = layer,
+                            .n_layers = LAYERS,
+                            .n_heads = H,
+                            .n_kv_heads = G,
+                            .head_dim = D,
+                            .n_tokens = n_seqs,
+                            .n_seqs = n_seqs,
+                            .seq_start = lab->ints,
+                            .kv_len = lab->ints + 512,
+                            .positions = lab->ints + 1024,
+                            .token_seq = lab->ints + 1536,
+                            .block_table = lab->table,
+                            .table_stride = lab->table_stride,
+                            .open = lab->open,
+                            .open_slot = lab->ints + 2048};
+}
+
 static void launch_attention(struct lab *lab, int layer, enum k_kv_codec codec, int32_t n_seqs, int32_t context, int32_t frag_m, bool pdl)
 {
   const bool is_long = (int64_t)n_seqs * context > 16384;
-  const int64_t tile = k_kv_tile_bytes(codec, D);
-  const struct k_attn_decode a = {.kv = {.pool = lab->kv,
-                                         .page_bytes = tile * G * LAYERS,
-                                         .codec = codec,
-                                         .layer = layer,
-                                         .n_heads = H,
-                                         .n_kv_heads = G,
-                                         .head_dim = D,
-                                         .n_tokens = n_seqs,
-                                         .n_seqs = n_seqs,
-                                         .seq_start = lab->ints,
-                                         .kv_len = lab->ints + 512,
-                                         .positions = lab->ints + 1024,
-                                         .token_seq = lab->ints + 1536,
-                                         .block_table = lab->table,
-                                         .table_stride = lab->table_stride},
+  const struct k_attn_decode a = {.kv = view_of(lab, layer, codec, n_seqs),
                                   .rope = {lab->gain, 1.f, D, false},
                                   .q = n_seqs > 8 || is_long ? lab->act : NULL,
                                   .qkv = lab->wide,
@@ -196,22 +204,7 @@ static void launch_attention(struct lab *lab, int layer, enum k_kv_codec codec, 
 
 static void launch_append(struct lab *lab, int layer, enum k_kv_codec codec, int32_t n_seqs, bool pdl)
 {
-  const int64_t tile = k_kv_tile_bytes(codec, D);
-  const struct k_rope_append a = {.kv = {.pool = lab->kv,
-                                         .page_bytes = tile * G * LAYERS,
-                                         .codec = codec,
-                                         .layer = layer,
-                                         .n_heads = H,
-                                         .n_kv_heads = G,
-                                         .head_dim = D,
-                                         .n_tokens = n_seqs,
-                                         .n_seqs = n_seqs,
-                                         .seq_start = lab->ints,
-                                         .kv_len = lab->ints + 512,
-                                         .positions = lab->ints + 1024,
-                                         .token_seq = lab->ints + 1536,
-                                         .block_table = lab->table,
-                                         .table_stride = lab->table_stride},
+  const struct k_rope_append a = {.kv = view_of(lab, layer, codec, n_seqs),
                                   .rope = {lab->gain, 1.f, D, false},
                                   .qkv = lab->wide,
                                   .eps = 1e-5f,
@@ -241,11 +234,12 @@ static void decode_body(struct lab *lab, const void *arg, bool pdl)
 /* n sequences of `context` tokens with pages in scattered order. */
 static void set_batch(struct lab *lab, int32_t n, int32_t context)
 {
-  static int32_t host[2048], table[MOST_TOKENS * 1024];
+  static int32_t host[2560], table[MOST_TOKENS * 1024];
   const int32_t pages = (context + 63) / 64,
-                total = (int32_t)(((int64_t)KV_GIB << 30) / ((int64_t)k_kv_tile_bytes(K_KV_INT4, D) * G * LAYERS));
+                total = (int32_t)(((int64_t)KV_GIB << 30) / ((int64_t)k_kv_tile_bytes(K_KV_FP4, D) * G * LAYERS));
   for (int32_t s = 0; s < n; s++) {
     host[s] = s, host[512 + s] = context, host[1024 + s] = context - 1, host[1536 + s] = s;
+    host[2048 + 2 * s] = host[2049 + 2 * s] = s;
     for (int32_t i = 0; i < pages; i++) table[s * 1024 + i] = (int32_t)(((int64_t)(s * pages + i) * 7919) % total);
   }
   host[n] = n;
@@ -286,6 +280,14 @@ static void attention_body(struct lab *lab, const void *arg, bool pdl)
   }
 }
 
+/* The groups of all layers that a step of so many sequences ends: here, all of them. */
+static void close_body(struct lab *lab, const void *arg, bool pdl)
+{
+  const struct decode_arg *a = arg;
+  const struct k_kv_view view = view_of(lab, 0, a->codec, a->n_tokens);
+  for (int i = 0; i < 4; i++) check(lab, sits_k_kv_close(&view, lab->n_sm, at_of(lab, pdl)), "close");
+}
+
 static void attention(struct lab *lab)
 {
   static const int32_t cases[][2] = {{1, 1024},  {8, 1024},  {32, 1024}, {64, 1024}, {128, 1024}, {1, 2048},
@@ -295,12 +297,19 @@ static void attention(struct lab *lab)
   for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
       const struct decode_arg arg = {cases[i][0], 0, true, cases[i][1], codecs[c]}, both = {cases[i][0], 1, true, cases[i][1], codecs[c]};
-      const double tokens = (double)cases[i][0] * cases[i][1];
+      const double tokens = (double)cases[i][0] * cases[i][1], token = (double)k_kv_tile_bytes(codecs[c], D) * G / K_PAGE_TOKENS;
       set_batch(lab, cases[i][0], cases[i][1]);
       snprintf(name, sizeof name, "attention %s %d x %d", codecs[c] == K_KV_FP4 ? "fp4" : "int4", cases[i][0], cases[i][1]);
       if (cases[i][0] == 64 || cases[i][0] == 32)
-        report(lab, "  rotation and append, then", attention_body, &both, LAYERS, tokens * 1152, 0);
-      report(lab, name, attention_body, &arg, LAYERS, tokens * 1152, tokens * H * D * 4);
+        report(lab, "  rotation and append, then", attention_body, &both, LAYERS, tokens * token, 0);
+      report(lab, name, attention_body, &arg, LAYERS, tokens * token, tokens * H * D * 4);
+    }
+  for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++)
+    for (int i = 0; i < 2; i++) { /* no sequence ends a group; two do */
+      const struct decode_arg arg = {2, 0, true, 1024 - 1 + i, codecs[c]};
+      set_batch(lab, arg.n_tokens, arg.context);
+      snprintf(name, sizeof name, "close of %d groups, %s", 2 * i, codecs[c] == K_KV_FP4 ? "fp4" : "int4");
+      report(lab, name, close_body, &arg, 4, i * 2.0 * (double)k_kv_open_bytes(codecs[c], LAYERS, G, D), 0);
     }
 }
 
@@ -379,46 +388,69 @@ static void many_tokens(struct lab *lab)
 
 /* ---- prefill attention: one sequence whose tokens are all new ---- */
 
+enum { PREFILL_MMA, PREFILL_WGMMA, PREFILL_GROUPS, PREFILL_FOLD, PREFILL_GATHER }; /* GROUPS: wgmma with int4's own groups */
+
 static void prefill_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
-  const int64_t capacity = a->n_tokens;
-  uint8_t *at = lab->kv; /* q, out, k, v: their contents do not matter here */
-  const int64_t rows = (int64_t)a->n_tokens * H * D * 2;
-  const struct k_attn_prefill p = {.kv = {.layer = 0,
-                                          .n_heads = H,
-                                          .n_kv_heads = G,
-                                          .head_dim = D,
-                                          .n_tokens = a->n_tokens,
-                                          .n_seqs = 1,
-                                          .seq_start = lab->ints,
-                                          .kv_len = lab->ints + 512},
+  const int64_t capacity = a->n_tokens, rows = (int64_t)a->n_tokens * H * D * 2, keys = capacity * G * D * 2;
+  uint8_t *at = lab->kv; /* q, out, k, v, exact and fresh keys, pages: their contents do not matter here */
+  struct k_kv_view view = view_of(lab, 0, a->codec, 1);
+  view.n_tokens = a->n_tokens;
+  view.positions = lab->ints + 4096, view.token_seq = lab->table + 65536, view.kv_len = lab->ints + 512;
+  view.fresh = at + 2 * rows + 2 * keys;
+  view.pool = at + 2 * rows + 5 * keys;
+  const struct k_attn_prefill p = {.kv = view,
                                    .q = at,
                                    .out = at + rows,
                                    .k = at + 2 * rows,
-                                   .v = at + 3 * rows,
+                                   .v = at + 2 * rows + keys,
                                    .capacity = capacity,
                                    .offset = lab->ints + 1024,
                                    .n_seqs = 1,
-                                   .max_new = a->n_tokens};
+                                   .max_new = a->n_tokens,
+                                   .exact = at + 2 * rows + 3 * keys,
+                                   .exact_capacity = k_kv_exact_rows(a->n_tokens, 1)};
+  const struct k_kv_gather gather = {.kv = view, .n_seqs = 1, .offset = p.offset, .max_pages = (a->n_tokens + 63) / 64,
+                                     .capacity = capacity, .k = at + 2 * rows, .v = at + 2 * rows + keys, .is_tiled = true,
+                                     .exact = at + 2 * rows + 3 * keys, .exact_capacity = p.exact_capacity};
   for (int l = 0; l < 4; l++)
-    check(lab, a->which ? sits_k_attn_prefill_sm90(&p, lab->n_sm, at_of(lab, pdl)) : sits_k_attn_prefill(&p, at_of(lab, pdl)), "prefill");
+    check(lab, a->which == PREFILL_MMA      ? sits_k_attn_prefill(&p, at_of(lab, pdl))
+               : a->which == PREFILL_FOLD   ? sits_k_kv_fold(&view, at_of(lab, pdl))
+               : a->which == PREFILL_GATHER ? sits_k_kv_gather(&gather, at_of(lab, pdl))
+                                            : sits_k_attn_prefill_sm90(&p, lab->n_sm, at_of(lab, pdl)),
+          "prefill");
+}
+
+static void set_prompt(struct lab *lab, int32_t length)
+{
+  static int32_t positions[65536], table[1024];
+  const int32_t start[2] = {0, length}, zero = 0, none[2] = {-1, -1};
+  for (int32_t i = 0; i < length; i++) positions[i] = i;
+  for (int32_t i = 0; i < 1024; i++) table[i] = i;
+  check(lab, cudaMemcpy(lab->ints, start, sizeof start, cudaMemcpyHostToDevice), "copy");
+  check(lab, cudaMemcpy(lab->ints + 512, &length, sizeof length, cudaMemcpyHostToDevice), "copy");
+  check(lab, cudaMemcpy(lab->ints + 1024, &zero, sizeof zero, cudaMemcpyHostToDevice), "copy");
+  check(lab, cudaMemcpy(lab->ints + 2048, none, sizeof none, cudaMemcpyHostToDevice), "copy");
+  check(lab, cudaMemcpy(lab->ints + 4096, positions, (size_t)length * 4, cudaMemcpyHostToDevice), "copy");
+  check(lab, cudaMemcpy(lab->table, table, sizeof table, cudaMemcpyHostToDevice), "copy");
+  check(lab, cudaMemset(lab->table + 65536, 0, 65536 * 4), "clear"); /* the sequence of each token */
 }
 
 static void prefill_attention(struct lab *lab)
 {
   static const int32_t lengths[] = {2048, 8192, 30720};
+  static const char *const what[] = {"mma.sync", "wgmma", "wgmma, int4", "fold", "gather"};
   char name[64];
   for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
-    const int32_t host[2] = {0, lengths[i]}, len = lengths[i], zero = 0;
-    check(lab, cudaMemcpy(lab->ints, host, sizeof host, cudaMemcpyHostToDevice), "copy");
-    check(lab, cudaMemcpy(lab->ints + 512, &len, sizeof len, cudaMemcpyHostToDevice), "copy");
-    check(lab, cudaMemcpy(lab->ints + 1024, &zero, sizeof zero, cudaMemcpyHostToDevice), "copy");
-    for (int which = 1; which >= 0; which--) {
-      const struct decode_arg arg = {lengths[i], which, false, 0};
-      if (which == 0 && i > 0) continue;
-      snprintf(name, sizeof name, "prefill attention %d, %s", lengths[i], which ? "wgmma" : "mma.sync");
-      report(lab, name, prefill_body, &arg, 4, (double)lengths[i] * (2 * H + 2 * G) * D * 2, 2.0 * lengths[i] * lengths[i] * H * D);
+    set_prompt(lab, lengths[i]);
+    for (int which = PREFILL_MMA; which <= PREFILL_GATHER; which++) {
+      const struct decode_arg arg = {lengths[i], which, false, 0, which >= PREFILL_GROUPS ? K_KV_INT4 : K_KV_F16};
+      if (which == PREFILL_MMA && i > 0) continue;
+      const bool multiplies = which < PREFILL_FOLD;
+      const double n = lengths[i], moved = which == PREFILL_GATHER ? 5.0 * G * D * 2 : which == PREFILL_FOLD ? 1.3 * G * D * 2 : 0;
+      snprintf(name, sizeof name, "prefill attention %d, %s", lengths[i], what[which]);
+      report(lab, name, prefill_body, &arg, 4, multiplies ? n * (2 * H + 2 * G) * D * 2 : n * moved, multiplies ? 2.0 * n * n * H * D : 0);
     }
   }
 }
@@ -439,6 +471,7 @@ int bench_kernels(int argc, char **argv)
   if (!lab.failed) check(&lab, sits_k_w4a16_init(), "init");
   if (!lab.failed) check(&lab, sits_k_w4a8_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_decode_init(), "init");
+  if (!lab.failed) check(&lab, sits_k_kv_fold_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_sm90_init(), "init");
   if (!lab.failed) make(&lab);
