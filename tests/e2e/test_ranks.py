@@ -105,7 +105,7 @@ def test_two_processes_answer_as_one(tiny, launch, follow):
 def test_a_killed_process_ends_requests_and_turns_health_red(launch, follow):
     port = free_port()
     follower = follow(port)
-    server = leader(launch, port, "--collective-timeout-s", 2)
+    server = leader(launch, port, "--collective-timeout-s", 4)
     assert server.complete(max_tokens=3)[0] == 200
     follower.kill()
     end = time.monotonic() + 10 * SLOW
@@ -122,7 +122,7 @@ def test_a_killed_process_ends_requests_and_turns_health_red(launch, follow):
 def test_a_process_that_stands_still_ends_requests(launch, follow):
     port = free_port()
     follower = follow(port)
-    server = leader(launch, port, "--collective-timeout-s", 2)
+    server = leader(launch, port, "--collective-timeout-s", 4)
     follower.send_signal(signal.SIGSTOP)
     begin = time.monotonic()
     assert server.complete(**GREEDY)[0] == 503

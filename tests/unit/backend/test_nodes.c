@@ -241,7 +241,7 @@ static void test_lost(void **state)
     const int32_t port = free_port(), ids[2] = {1, 2}, table[1] = {0}, zero[2] = {0, 1}, position[1] = {1}, len[1] = {2};
     const struct nodes_options options = options_of(0, 2, port), follow = options_of(1, 2, port);
     const pid_t child = fork_follower(&follow, 7);
-    RIG_OK(lead(&rig, &synth, &options, 1000, false, &err), err);
+    RIG_OK(lead(&rig, &synth, &options, 3000, false, &err), err);
     (void)rig_step(&rig, &(struct rig_part){ids, 1, 0, table}, 1, false);
     assert_int_equal(kill(child, signals[i]), 0);
     const int64_t start_us = clock_monotonic_us();
