@@ -9,7 +9,8 @@
 #include "engine/runner.h"
 #include "kv/kv_sparse.h"
 
-enum { CPU_SEQS = 64, CPU_TOKENS = 512, CUDA_SEQS = 256, CUDA_TOKENS = 8192, CUDA_SAMPLERS = 12, MAX_PAGES = 1 << 24 };
+enum { CPU_SEQS = 64, CPU_TOKENS = 512, CUDA_SEQS = 256, CUDA_TOKENS = 8192, CUDA_SAMPLERS = 12, MAX_PAGES = 1 << 24,
+       READER_TOKENS = 4096 };
 
 struct instance {
   struct instance_options options;  /* model_path is not kept */
@@ -221,6 +222,9 @@ static struct engine_options reader_options(const struct instance *instance, con
       .max_waiting_requests = 4 * (engine->max_waiting_requests > 0 ? engine->max_waiting_requests : 1024),
       .ttft_target_us = engine->ttft_target_us, .policy = engine->policy, .overlap = engine->overlap,
   };
+  /* Longer steps read hardly faster, and prompts that share one wait for each other. */
+  if (o.max_num_batched_tokens > READER_TOKENS) o.max_num_batched_tokens = READER_TOKENS;
+  if (o.max_num_batched_tokens < o.max_num_seqs) o.max_num_batched_tokens = o.max_num_seqs;
   int64_t holds = (int64_t)instance->info.n_reader_pages * KV_PAGE_TOKENS; /* longer prompts are read by the engine itself */
   if (o.max_model_len > holds) o.max_model_len = (int32_t)holds;
   return o;

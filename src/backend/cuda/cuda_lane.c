@@ -90,6 +90,7 @@ enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv
   state->phase = IDLE;
   lane->next_slot = lane->n_pending = 0;
   if (lane->backend->is_failed) return SITS_DEVICE;
+  cuda_enter(lane->backend);
   if (b->n_seqs != 1 || !cuda_batch_is_valid(lane, kv, b, 0)) return SITS_INVALID_ARGUMENT;
   state->batch = b;
   state->kv = kv;
@@ -137,6 +138,7 @@ enum sits_status cuda_lane_run(struct backend_program *lane, bool (*go_on)(void 
 {
   struct cuda_lane *state = lane->lane;
   if (lane->backend->is_failed) return SITS_DEVICE;
+  cuda_enter(lane->backend);
   if (state->phase != BEGUN) return SITS_INVALID_ARGUMENT;
   *is_done = false;
   while (go_on(user)) {

@@ -60,6 +60,7 @@ enum sits_status cuda_fault_step(struct backend *backend)
 static void *alloc_block(struct backend *backend, const void *owner, size_t bytes, bool is_pinned)
 {
   void *data = NULL;
+  cuda_enter(backend);
   if (backend->is_failed || backend->n_blocks == CUDA_MAX_BLOCKS || is_alloc_refused()) return NULL;
   if (bytes == 0) bytes = 16;
   const cudaError_t e = is_pinned ? cudaHostAlloc(&data, bytes, cudaHostAllocDefault) : cudaMalloc(&data, bytes);

@@ -27,7 +27,7 @@ enum { STREAMS = 4, MOST_GAPS = 200000, WARM_TOKENS = 20, PASSAGE = 300, PASSAGE
 static const struct option_spec specs[] = {
     {"model", OPTION_STRING, AT(model), "", 0, 0, "", 0, NULL, "Options", "Model file or directory."},
     {"device", OPTION_ENUM, AT(device), "auto", 0, 0, "", 0, "auto|cpu|cuda", "Options", "Backend."},
-    {"scenario", OPTION_ENUM, AT(scenario), "stall", 0, 0, "", 0, "stall|speculation|prefix|classes|tenants", "Options",
+    {"scenario", OPTION_ENUM, AT(scenario), "stall", 0, 0, "", 0, "stall|speculation|prefix|classes|tenants|placement", "Options",
      "What is measured."},
     {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4|fp4-sparse", "Options",
@@ -40,11 +40,16 @@ static const struct option_spec specs[] = {
     {"texts", OPTION_INT, AT(texts), "10", 1, 1000, "passages", 0, NULL, "speculation", "Passages."},
     {"output", OPTION_INT, AT(output), "96", 1, 1e5, "tokens", 0, NULL, "speculation", "Tokens per answer."},
     {"draft", OPTION_INT, AT(draft), "8", 1, 64, "tokens", 0, NULL, "speculation", "Longest draft."},
-    {"seconds", OPTION_INT, AT(seconds), "30", 1, 3600, "s", 0, NULL, "classes, tenants", "Each run."},
-    {"itl-target-ms", OPTION_FLOAT, AT(itl_target_ms), "0", 0, 1e5, "ms", 0, NULL, "classes, tenants", "Inter-token target."},
+    {"seconds", OPTION_INT, AT(seconds), "30", 1, 3600, "s", 0, NULL, "classes, tenants, placement", "Each run."},
+    {"itl-target-ms", OPTION_FLOAT, AT(itl_target_ms), "0", 0, 1e5, "ms", 0, NULL, "classes, tenants, placement", "Inter-token target."},
     {"targets", OPTION_STRING, AT(targets), "1,150,200,300", 0, 0, "", 0, NULL, "stall",
      "Targets in percent of the undisturbed P99; below 100: no target, whole prompts."},
     {"quiet-ms", OPTION_FLOAT, AT(quiet_ms), "0", 0, 1e5, "ms", 0, NULL, "stall", "Undisturbed P99; 0: of the case of whole prompts."},
+    {"trace", OPTION_STRING, AT(trace), "", 0, 0, "", 0, NULL, "placement", "CSV with TIMESTAMP,ContextTokens,GeneratedTokens."},
+    {"speeds", OPTION_STRING, AT(speeds), "4", 0, 0, "", 0, NULL, "placement", "How much faster than in the trace requests come."},
+    {"max-num-seqs", OPTION_INT, AT(max_num_seqs), "256", 1, 4096, "sequences", 0, NULL, "placement", "Decoded together."},
+    {"ttft-target-ms", OPTION_FLOAT, AT(ttft_target_ms), "1000", 0, 1e6, "ms", 0, NULL, "placement", "First-token target."},
+    {"kv-cache-gb", OPTION_FLOAT, AT(kv_cache_gb), "1", 0.001, 1000, "GB", 0, NULL, "placement", "Pages of each device."},
     {"json", OPTION_STRING, AT(json), "", 0, 0, "", 0, NULL, "Options", "File for the result; default stdout."},
 };
 
@@ -389,6 +394,7 @@ int bench_engine(int argc, char **argv)
   else if (is_good && strcmp(o.scenario, "speculation") == 0) is_good = run_speculation(&o, rows);
   else if (is_good && strcmp(o.scenario, "prefix") == 0) is_good = run_prefix(&o, rows);
   else if (is_good && strcmp(o.scenario, "classes") == 0) is_good = engine_bench_classes(&o, rows);
+  else if (is_good && strcmp(o.scenario, "placement") == 0) is_good = engine_bench_placement(&o, rows);
   else if (is_good) is_good = engine_bench_tenants(&o, rows);
   if (is_good) {
     json_object_set_new(out, "scenario", json_string(o.scenario));

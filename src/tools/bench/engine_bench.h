@@ -7,9 +7,9 @@
 #include "engine/instance.h"
 
 struct engine_bench_options {
-  const char *model, *device, *scenario, *text, *kv_cache_dtype, *targets, *json;
-  int64_t threads, prompt, chats, draft, texts, output, seconds, quiet_tokens;
-  double itl_target_ms, quiet_ms;
+  const char *model, *device, *scenario, *text, *kv_cache_dtype, *targets, *json, *trace, *speeds;
+  int64_t threads, prompt, chats, draft, texts, output, seconds, quiet_tokens, max_num_seqs;
+  double itl_target_ms, ttft_target_ms, quiet_ms, kv_cache_gb;
 };
 
 struct engine_run {
@@ -28,5 +28,7 @@ void engine_bench_nap(void);
 /* engine_load.c: append their rows; false after a message. */
 bool engine_bench_classes(const struct engine_bench_options *options, json_t *rows);
 bool engine_bench_tenants(const struct engine_bench_options *options, json_t *rows);
+/* engine_pair.c: the same */
+bool engine_bench_placement(const struct engine_bench_options *options, json_t *rows);
 
 #endif

@@ -47,7 +47,7 @@ static const struct option_spec specs[] = {
     {"speeds", OPTION_STRING, AT(speeds), "2,4,6,8,10,12", 0, 0, "", 0, NULL, "Two devices", "Speeds at which they are compared."},
     {"link-gb-per-s", OPTION_FLOAT, AT(link_gb_per_s), "350", 0.01, 1e5, "GB/s", 0, NULL, "Two devices", "Pages from one to the other."},
     {"link-latency-us", OPTION_FLOAT, AT(link_latency_us), "100", 0, 1e6, "us", 0, NULL, "Two devices", "Of handing a prompt back."},
-    {"reader-tokens", OPTION_INT, AT(reader_tokens), "0", 0, 65536, "tokens", 0, NULL, "Two devices",
+    {"reader-tokens", OPTION_INT, AT(reader_tokens), "4096", 0, 65536, "tokens", 0, NULL, "Two devices",
      "Largest step of the device for prompts. 0: as the cost file says."},
     {"sends-tail", OPTION_BOOL, AT(sends_tail), "false", 0, 0, "", 0, NULL, "Two devices", "The last page too is handed over (none does)."},
     {"out", OPTION_STRING, AT(out), "", 0, 0, "", 0, NULL, "Output", "Results as JSON; - or nothing: standard output."},
