@@ -87,7 +87,7 @@ struct alps {
   uint64_t next_order;
   struct alps_cost cost;
   struct alps_window window;
-  struct alps_window excess;    /* by how much steps with decodes took longer than predicted, slices apart */
+  struct alps_window excess;    /* by how much steps with decodes took longer than predicted and planned */
   double margin;                /* share of the target that a step may plan for */
   double sequence_cap;          /* dynamic batch size */
   double decode_us;             /* recent time of steps without prompts */

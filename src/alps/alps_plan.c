@@ -16,6 +16,7 @@ static const double SOFT_TARGET_US = 100000;  /* a step with decodes when there 
 static const double LONE_PROMPT_US = 250000;  /* a step without decodes: arrivals and cancels are seen that often */
 static const double SOFT_TARGET_STEPS = 4;    /* or that many steps without prompts, where those are long themselves */
 static const double DECODE_EASY = 0.7;     /* below it admission does not ask the model */
+static const double SLICE_SPARE = 0.75;    /* most of the time beside the predicted decodes that is kept free for it */
 static const double SLICE_SURE = 0.997;    /* share of the last decodes for whose excess over the prediction a slice leaves time */
 static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */
 
@@ -414,11 +415,11 @@ static void plan_slice(struct planner *p, int32_t id)
   plan->slice = (struct alps_item){.id = id, .n_tokens = n, .is_last = n == left};
   plan->slice_class = e->request.service_class;
   /* A slice is as long as it is told to be, so what makes such a step late is its decodes: room is kept for nearly the longest of the last
-   * ones, but not more than half of what there is. */
+   * ones, but not more than most of what there is. */
   double items_us = plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0, left_us = budget_us - items_us;
   if (plan->n_decode > 0 && alps->options.itl_target_us > 0) {
     double whole_us = budget_us / alps->margin - items_us;
-    left_us = fmin(left_us, whole_us - fmin(alps_window_quantile(&alps->excess, SLICE_SURE), 0.5 * whole_us));
+    left_us = fmin(left_us, whole_us - fmin(alps_window_quantile(&alps->excess, SLICE_SURE), SLICE_SPARE * whole_us));
   }
   plan->slice_us = (int64_t)fmax(left_us, p->floor_us);
 }
