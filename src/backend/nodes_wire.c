@@ -26,7 +26,7 @@
 #include "base/sha256.h"
 
 enum { MAGIC = 0x53495453, VERSION = 1, LOOK_MS = 100, SEND_US = 10000000, HELLO_US = 5000000, NONCE = 16, LEAST_SECRET = 16,
-       SHA_BLOCK = 64, RETRY_MS = 200, PROBE_IDLE_S = 2, PROBE_EVERY_S = 1, PROBES = 4, UNANSWERED_MS = 6000 };
+       RETRY_MS = 200, PROBE_IDLE_S = 2, PROBE_EVERY_S = 1, PROBES = 4, UNANSWERED_MS = 6000 };
 
 struct hello { uint32_t magic, version; int32_t rank, n_ranks; uint32_t batch_bytes, abi; uint8_t nonce[NONCE]; };
 struct challenge { uint8_t nonce[NONCE], proof[SHA256_BYTES]; };
@@ -107,34 +107,15 @@ bool nodes_read(struct nodes *nodes, int32_t rank, void *to, size_t n_bytes)
 
 /* ---- proofs ---- */
 
-static void hmac(const char *secret, const void *text, size_t n_bytes, uint8_t out[SHA256_BYTES])
-{
-  uint8_t key[SHA_BLOCK] = {0}, inner[SHA_BLOCK], outer[SHA_BLOCK];
-  struct sha256 sha;
-  if (strlen(secret) > SHA_BLOCK) {
-    sha256_init(&sha);
-    sha256_update(&sha, secret, strlen(secret));
-    sha256_final(&sha, key);
-  } else {
-    memcpy(key, secret, strlen(secret));
-  }
-  for (int i = 0; i < SHA_BLOCK; i++) inner[i] = key[i] ^ 0x36, outer[i] = key[i] ^ 0x5c;
-  sha256_init(&sha);
-  sha256_update(&sha, inner, sizeof inner);
-  sha256_update(&sha, text, n_bytes);
-  sha256_final(&sha, out);
-  sha256_init(&sha);
-  sha256_update(&sha, outer, sizeof outer);
-  sha256_update(&sha, out, SHA256_BYTES);
-  sha256_final(&sha, out);
-}
-
 static void prove(const char *secret, bool is_leader, const struct hello *hello, const uint8_t nonce[NONCE], uint8_t out[SHA256_BYTES])
 {
   struct { uint8_t side[NONCE], nonce[NONCE]; struct hello hello; } text = {.hello = *hello};
+  struct hmac_sha256 hmac;
   memcpy(text.side, is_leader ? "sits2026 leader" : "sits2026 follow", NONCE);
   memcpy(text.nonce, nonce, NONCE);
-  hmac(secret, &text, sizeof text, out);
+  hmac_sha256_init(&hmac, secret, strlen(secret));
+  hmac_sha256(&hmac, &text, sizeof text, out);
+  explicit_bzero(&hmac, sizeof hmac);
 }
 
 static bool is_same(const uint8_t *a, const uint8_t *b, size_t n)

@@ -76,9 +76,47 @@ void sha256_hex(const void *bytes, size_t n_bytes, char hex[SHA256_HEX_BYTES])
   sha256_init(&sha);
   sha256_update(&sha, bytes, n_bytes);
   sha256_final(&sha, digest);
+  sha256_digest_hex(digest, hex);
+}
+
+void sha256_digest_hex(const unsigned char digest[SHA256_BYTES], char hex[SHA256_HEX_BYTES])
+{
   for (int i = 0; i < SHA256_BYTES; i++) {
     hex[2 * i] = "0123456789abcdef"[digest[i] >> 4];
     hex[2 * i + 1] = "0123456789abcdef"[digest[i] & 15];
   }
   hex[64] = '\0';
+}
+
+/* ---- HMAC: hash of (key ^ 0x5c..) and of the hash of (key ^ 0x36..) and the text; longer keys than a block are hashed first ---- */
+
+void hmac_sha256_init(struct hmac_sha256 *hmac, const void *key, size_t n_key)
+{
+  unsigned char block[64] = {0}, pad[64];
+  sha256_init(&hmac->inner);
+  sha256_init(&hmac->outer);
+  if (n_key > sizeof block) {
+    struct sha256 sha;
+    sha256_init(&sha);
+    sha256_update(&sha, key, n_key);
+    sha256_final(&sha, block);
+  } else {
+    memcpy(block, key, n_key);
+  }
+  for (size_t i = 0; i < sizeof pad; i++) pad[i] = block[i] ^ 0x36;
+  sha256_update(&hmac->inner, pad, sizeof pad);
+  for (size_t i = 0; i < sizeof pad; i++) pad[i] = block[i] ^ 0x5c;
+  sha256_update(&hmac->outer, pad, sizeof pad);
+  explicit_bzero(block, sizeof block);
+  explicit_bzero(pad, sizeof pad);
+}
+
+void hmac_sha256(const struct hmac_sha256 *hmac, const void *bytes, size_t n_bytes, unsigned char digest[SHA256_BYTES])
+{
+  struct sha256 sha = hmac->inner;
+  sha256_update(&sha, bytes, n_bytes);
+  sha256_final(&sha, digest);
+  sha = hmac->outer;
+  sha256_update(&sha, digest, SHA256_BYTES);
+  sha256_final(&sha, digest);
 }

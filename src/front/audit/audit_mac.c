@@ -3,16 +3,12 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <gnutls/crypto.h>
-#include <gnutls/gnutls.h>
-#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "base/log.h"
 #include "base/mem.h"
 
-struct audit_mac { gnutls_hmac_hd_t handle; char key_id[AUDIT_KEY_ID_BYTES]; };
+struct audit_mac { struct hmac_sha256 hmac; char key_id[AUDIT_KEY_ID_BYTES]; };
 
 /* The file's bytes; -1 when it cannot be read (errno tells). One byte more than a key may have tells a file that is too long. */
 static ssize_t read_key(const char *path, unsigned char key[AUDIT_KEY_MOST_BYTES + 2])
@@ -35,10 +31,7 @@ static enum sits_status create(const unsigned char *key, size_t n_key, struct au
   char hex[SHA256_HEX_BYTES];
   struct audit_mac *mac = mem_calloc(1, sizeof *mac);
   if (!mac) return sits_fail(err, SITS_NOMEM, "no memory for the audit log's key");
-  if (gnutls_hmac_init(&mac->handle, GNUTLS_MAC_SHA256, key, n_key) < 0) {
-    mem_free(mac);
-    return sits_fail(err, SITS_NOMEM, "no memory for the audit log's key");
-  }
+  hmac_sha256_init(&mac->hmac, key, n_key);
   audit_mac_hex(mac, label, sizeof label - 1, hex);
   memcpy(mac->key_id, hex, AUDIT_KEY_ID_BYTES - 1);
   *out = mac;
@@ -64,20 +57,19 @@ enum sits_status audit_mac_open(const char *key_file, struct audit_mac **out, st
 void audit_mac_close(struct audit_mac *mac)
 {
   if (!mac) return;
-  gnutls_hmac_deinit(mac->handle, NULL);
+  explicit_bzero(mac, sizeof *mac);
   mem_free(mac);
 }
 
 void audit_mac_hex(struct audit_mac *mac, const void *bytes, size_t n_bytes, char hex[SHA256_HEX_BYTES])
 {
-  unsigned char digest[SHA256_BYTES] = {0};
+  unsigned char digest[SHA256_BYTES];
   if (!mac) {
     sha256_hex(bytes, n_bytes, hex);
     return;
   }
-  if (gnutls_hmac(mac->handle, bytes, n_bytes) < 0) log_error("audit", "GnuTLS refuses to hash"); /* then nothing verifies */
-  gnutls_hmac_output(mac->handle, digest); /* and the handle begins anew */
-  for (int i = 0; i < SHA256_BYTES; i++) snprintf(hex + 2 * i, 3, "%02x", digest[i]);
+  hmac_sha256(&mac->hmac, bytes, n_bytes, digest);
+  sha256_digest_hex(digest, hex);
 }
 
 const char *audit_mac_key_id(const struct audit_mac *mac) { return mac ? mac->key_id : ""; }

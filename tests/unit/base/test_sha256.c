@@ -1,4 +1,4 @@
-/* SHA-256 against the examples of FIPS 180-4 and NIST's vectors, and in pieces of every size. */
+/* SHA-256 against the examples of FIPS 180-4 and NIST's vectors, and in pieces of every size; HMAC-SHA-256 against RFC 4231. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -49,8 +49,35 @@ static void pieces_make_the_whole(void **state)
   }
 }
 
+/* RFC 4231, cases 1, 2, 6 and 7: keys shorter and longer than a block. */
+static void keyed_digests(void **state)
+{
+  static const struct { int key, n_key; const char *text, *hex; } cases[] = {
+    {0x0b, 20, "Hi There", "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
+    {0, 4, "what do ya want for nothing?", "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"},
+    {0xaa, 131, "Test Using Larger Than Block-Size Key - Hash Key First",
+     "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54"},
+    {0xaa, 131, "This is a test using a larger than block-size key and a larger than block-size data. The key needs to be hashed "
+                "before being used by the HMAC algorithm.", "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    unsigned char key[131], digest[SHA256_BYTES];
+    char hex[SHA256_HEX_BYTES];
+    struct hmac_sha256 hmac;
+    memset(key, cases[i].key, sizeof key);
+    if (cases[i].key == 0) memcpy(key, "Jefe", 4);
+    hmac_sha256_init(&hmac, key, (size_t)cases[i].n_key);
+    for (int again = 0; again < 2; again++) {
+      hmac_sha256(&hmac, cases[i].text, strlen(cases[i].text), digest);
+      sha256_digest_hex(digest, hex);
+      assert_string_equal(hex, cases[i].hex);
+    }
+  }
+}
+
 int main(void)
 {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(known_digests), cmocka_unit_test(pieces_make_the_whole)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(known_digests), cmocka_unit_test(pieces_make_the_whole),
+                                     cmocka_unit_test(keyed_digests)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
