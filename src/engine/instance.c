@@ -2,8 +2,8 @@
 #include "engine/instance.h"
 
 #include <string.h>
-#include <unistd.h>
 
+#include "base/cores.h"
 #include "base/log.h"
 #include "base/mem.h"
 #include "engine/runner.h"
@@ -35,9 +35,9 @@ static void size_batches(struct instance *instance)
   if (o->max_num_seqs <= 0) o->max_num_seqs = cuda ? CUDA_SEQS : CPU_SEQS;
   if (o->max_num_batched_tokens <= 0) o->max_num_batched_tokens = cuda ? CUDA_TOKENS : CPU_TOKENS;
   if (o->max_num_batched_tokens < o->max_num_seqs) o->max_num_batched_tokens = o->max_num_seqs;
-  int64_t spare = sysconf(_SC_NPROCESSORS_ONLN) - 2;
+  int32_t spare = cores_usable() - 2;
   if (spare > CUDA_SAMPLERS) spare = CUDA_SAMPLERS;
-  if (o->n_sampler_threads == 0 && cuda && spare > 0) o->n_sampler_threads = (int32_t)spare;
+  if (o->n_sampler_threads == 0 && cuda && spare > 0) o->n_sampler_threads = spare;
   if (o->n_sampler_threads < 0) o->n_sampler_threads = 0;
   instance->overlap = cuda;
   if (!(o->gpu_memory_utilization > 0)) o->gpu_memory_utilization = 0.9;
@@ -179,12 +179,12 @@ static enum sits_status open_runner(const struct instance *instance, const char 
                                     struct sits_error *err)
 {
   const struct instance_options *o = &instance->options;
-  int64_t n_threads = o->n_threads;
-  if (o->has_placement) n_threads = (n_threads > 0 ? n_threads : sysconf(_SC_NPROCESSORS_ONLN)) / 2;
+  int32_t n_threads = o->n_threads;
+  if (o->has_placement) n_threads = (n_threads > 0 ? n_threads : cores_usable()) / 2;
   if (o->has_placement && n_threads < 1) n_threads = 1;
   struct runner_options runner = {
       .model_path = model_path, .device = o->device, .kv_codec = o->kv_codec,
-      .backend = {.n_threads = (int32_t)n_threads, .device = device, .isa = o->isa, .prefill_weights = o->prefill_weights,
+      .backend = {.n_threads = n_threads, .device = device, .isa = o->isa, .prefill_weights = o->prefill_weights,
                   .n_ranks = o->n_ranks, .nodes = o->nodes, .has_devices = o->has_devices,
                   .collective_timeout_ms = o->collective_timeout_ms, .compress_reduce = o->compress_reduce,
                   .max_batch_tokens = o->max_num_batched_tokens, .max_seqs = o->max_num_seqs}};

@@ -4,8 +4,8 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <unistd.h>
 
+#include "base/cores.h"
 #include "base/json.h"
 #include "base/mem.h"
 #include "tensor/gguf.h"
@@ -39,7 +39,7 @@ static enum sits_status verify(const struct engine_file *file, struct sits_error
 {
   struct verifier v = {.file = file};
   pthread_t threads[MOST_THREADS];
-  long n_cores = sysconf(_SC_NPROCESSORS_ONLN);
+  int n_cores = cores_usable();
   int n_threads = 0;
   while (n_threads + 1 < n_cores && n_threads < MOST_THREADS &&
          pthread_create(&threads[n_threads], NULL, verify_some, &v) == 0) n_threads++;

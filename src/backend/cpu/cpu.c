@@ -8,6 +8,7 @@
 #include "backend/group.h"
 #include "backend/cpu/cpu_program.h"
 #include "base/clock.h"
+#include "base/cores.h"
 #include "base/mem.h"
 
 extern const struct backend_vtable backend_cpu;
@@ -28,7 +29,7 @@ static enum sits_status cpu_open(const struct backend_options *options, struct b
   if (backend == NULL) return sits_fail(err, SITS_NOMEM, "cpu: out of memory");
   backend->options = *options;
   backend->options.isa = NULL; /* borrowed, and used here only */
-  backend->n_threads = options->n_threads > 0 ? options->n_threads : cpu_pool_default_threads();
+  backend->n_threads = options->n_threads > 0 ? options->n_threads : cores_usable();
   if (options->group != NULL && !group_is_linked(options->group)) /* ranks of this process share its threads */
     backend->n_threads = backend->n_threads / options->n_ranks > 0 ? backend->n_threads / options->n_ranks : 1;
   enum sits_status status = cpu_isa_choose(options->isa, &backend->isa, err);

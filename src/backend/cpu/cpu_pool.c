@@ -91,14 +91,6 @@ void cpu_pool_quiesce(struct cpu_pool *pool)
 
 int32_t cpu_pool_threads(const struct cpu_pool *pool) { return pool->n_threads; }
 
-int32_t cpu_pool_default_threads(void)
-{
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) return CPU_COUNT(&set);
-  const long n = sysconf(_SC_NPROCESSORS_ONLN);
-  return n > 0 ? (int32_t)n : 1;
-}
-
 static enum sits_status start_worker(struct cpu_pool *pool, int32_t worker, struct sits_error *err)
 {
   struct worker_start *start = mem_alloc(sizeof *start);

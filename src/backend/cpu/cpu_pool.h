@@ -44,7 +44,4 @@ void cpu_pool_quiesce(struct cpu_pool *pool);
 
 void cpu_pool_destroy(struct cpu_pool *pool); /* NULL is fine */
 
-/* Cores this process may run on. */
-int32_t cpu_pool_default_threads(void);
-
 #endif

@@ -16,9 +16,9 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "backend/cuda/cuda_internal.h"
+#include "base/cores.h"
 #include "base/mem.h"
 #include "tensor/dequant.h"
 
@@ -241,7 +241,7 @@ static enum sits_status pack(const struct cuda_weight *w, int32_t first, int32_t
   struct pack_job job = {.w = w, .out = out, .first = first, .end = end, .next = first};
   pthread_t threads[MAX_PACKERS];
   int32_t n = 0;
-  const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+  const int32_t cores = cores_usable();
   while (n < MAX_PACKERS && n < cores - 1 && n < end - first - 1 && pthread_create(&threads[n], NULL, pack_worker, &job) == 0) n++;
   pack_worker(&job);
   for (int32_t i = 0; i < n; i++) pthread_join(threads[i], NULL);
