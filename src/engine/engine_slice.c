@@ -56,7 +56,7 @@ static void progress(void *user)
   if (engine->options.overlap) engine_deliver(engine);
 }
 
-/* Take the pages of the planned chunk and start it. False: it cannot begin. */
+/* Take the pages of the planned chunk and start it. False: there is no room, and it is planned anew; or the device has failed. */
 static bool begin(struct sits_engine *engine)
 {
   const struct backend_vtable *vtable = engine->options.vtable;
@@ -92,6 +92,7 @@ static bool begin(struct sits_engine *engine)
     log_error("engine", "a chunk in slices cannot begin request=%s tokens=%d", choice->request->params.id, item->n_tokens);
     engine_slice_drop(engine, item->id);
     alps_drop_slice(engine->alps);
+    if (status != SITS_AGAIN) engine_fail(engine, status); /* else it would be planned, and fail, for ever */
     return false;
   }
   alps_update(engine->alps, item->id, engine_known(choice), from, n_pages, 0);

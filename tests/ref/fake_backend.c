@@ -298,7 +298,7 @@ static void lane_destroy(struct backend_program *lane)
 static enum sits_status lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *b)
 {
   int step = atomic_fetch_add(&lane->rig->n_steps, 1) + 1, fail_at = atomic_load(&lane->rig->fail_at_step);
-  if (fail_at > 0 && step >= fail_at) return SITS_DEVICE;
+  if ((fail_at > 0 && step >= fail_at) || atomic_load(&lane->rig->refuses_lanes)) return SITS_DEVICE;
   check_batch(lane->rig, b);
   require(b->n_seqs == 1 && b->n_rows <= 1, "a lane takes one sequence and one row");
   lane->kv = kv;

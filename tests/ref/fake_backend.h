@@ -24,6 +24,7 @@ struct fake_rig {
   struct kv_geometry geometry;
   atomic_int step_delay_us;      /* sleep per batch */
   atomic_int token_delay_us;     /* and per token of it */
+  atomic_bool refuses_lanes;     /* lane_begin returns SITS_DEVICE, batches go on */
   atomic_int fail_at_step;       /* batch number (from 1) from which on everything returns SITS_DEVICE; 0 = never */
   atomic_int period;             /* > 0: the token of that many places before is likely next (a text that repeats) */
   atomic_int disagree;           /* > 0: one row in so many is a stranger's (a draft model that is often wrong) */

@@ -153,13 +153,11 @@ static void test_higher_class_comes(void **state)
   close_scene();
 }
 
-static void test_device_fails(void **state)
+/* All requests end when the scene has failed within so many steps. */
+static void expect_failure(int32_t most_steps)
 {
-  (void)state;
-  open_scene();
   log_set_level(LOG_OFF);
-  atomic_store(&scene.rig.fake.fail_at_step, 1);
-  engine_step_once(scene.rig.engine);
+  for (int32_t i = 0; i < most_steps && rig_drain(scene.longer, &scene.long_answer, 1) == 0; i++) step();
   assert_int_equal(rig_drain(scene.longer, &scene.long_answer, 1), 1);
   assert_int_equal(scene.long_answer.status, SITS_DEVICE);
   for (int i = 0; i < STREAMS; i++) {
@@ -171,9 +169,27 @@ static void test_device_fails(void **state)
   assert_int_equal(mem_live_blocks(), 0);
 }
 
+static void test_device_fails(void **state)
+{
+  (void)state;
+  open_scene();
+  atomic_store(&scene.rig.fake.fail_at_step, 1);
+  expect_failure(1);
+}
+
+/* The next chunk cannot begin while batches still run: the prompt must not be planned again and again. */
+static void test_device_fails_to_begin(void **state)
+{
+  (void)state;
+  open_scene();
+  atomic_store(&scene.rig.fake.refuses_lanes, true);
+  expect_failure(1000);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_read_in_slices), cmocka_unit_test(test_cancelled),
-                                     cmocka_unit_test(test_higher_class_comes), cmocka_unit_test(test_device_fails)};
+                                     cmocka_unit_test(test_higher_class_comes), cmocka_unit_test(test_device_fails),
+                                     cmocka_unit_test(test_device_fails_to_begin)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
