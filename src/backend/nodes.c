@@ -186,6 +186,7 @@ static enum sits_status nodes_compile(struct backend *b, const struct program *p
   b->step = n_bytes > 0 ? mem_alloc(n_bytes) : NULL;
   if (b->step == NULL) return sits_fail(err, SITS_NOMEM, "nodes: no memory for a batch of %zu bytes", n_bytes);
   if (!tell(b, NODE_COMPILE, &fingerprint, sizeof fingerprint, NULL, 0)) return lost(b, err);
+  b->follower_bytes = 0;
   enum sits_status status = b->inner->compile(b->own, program, &b->program, err);
   for (int32_t r = 1; r < b->n_ranks && !b->is_failed; r++) {
     uint64_t bytes = 0;
@@ -471,7 +472,7 @@ static enum sits_status follow_step(struct follower *f, size_t n_bytes)
   struct node_step head;
   struct backend_batch batch;
   struct backend_result result;
-  if (f->kv == NULL || n_bytes < sizeof head) return SITS_INVALID_ARGUMENT;
+  if (f->program == NULL || f->kv == NULL || n_bytes < sizeof head) return SITS_INVALID_ARGUMENT;
   memcpy(&head, f->message, sizeof head);
   if (!node_step_read(&head, f->message + sizeof head, n_bytes - sizeof head, f->own.max_batch_tokens, f->own.max_seqs, f->max_columns,
                       &batch))
@@ -484,8 +485,11 @@ static enum sits_status follow_pages(struct follower *f, enum node_message kind,
 {
   int32_t page;
   if (f->kv == NULL) return SITS_INVALID_ARGUMENT;
-  if (kind == NODE_COPY_PAGES)
-    return f->inner->kv_copy_pages(f->kv, (const struct kv_copy *)(const void *)f->message, (int32_t)(n_bytes / sizeof(struct kv_copy)));
+  if (kind == NODE_COPY_PAGES) {
+    const struct kv_copy *copies = (const struct kv_copy *)(const void *)f->message;
+    if (n_bytes % sizeof *copies != 0) return SITS_INVALID_ARGUMENT;
+    return f->inner->kv_copy_pages(f->kv, copies, (int32_t)(n_bytes / sizeof *copies));
+  }
   if (n_bytes != sizeof page + (kind == NODE_WRITE_PAGE ? f->page_bytes : 0)) return SITS_INVALID_ARGUMENT;
   memcpy(&page, f->message, sizeof page);
   return kind == NODE_WRITE_PAGE ? f->inner->kv_write_page(f->kv, page, f->message + sizeof page)
@@ -513,6 +517,7 @@ static enum sits_status obey(struct follower *f, enum node_message kind, size_t 
   const void *body = NULL;
   size_t body_bytes = 0;
   bool ends = false; /* a failure of this leaves nothing to go on with */
+  if (err != NULL) *err = (struct sits_error){0}; /* not the text of an earlier refusal */
   switch (kind) {
   case NODE_OPEN:
     ends = true;
@@ -540,8 +545,10 @@ static enum sits_status obey(struct follower *f, enum node_message kind, size_t 
   case NODE_DESTROY_PROGRAM: drop_program(f); break;
   case NODE_DESTROY_KV: drop_kv(f); break;
   case NODE_CLOSE: atomic_store(&f->nodes->is_closing, true); break;
-  case NODE_EXCHANGE: case NODE_REPLY: return sits_fail(err, SITS_DEVICE, "the leader says what it must not");
+  case NODE_EXCHANGE: case NODE_REPLY: default: return sits_fail(err, SITS_DEVICE, "the leader says what it must not");
   }
+  if (status != SITS_OK && err != NULL && err->text[0] == '\0')
+    (void)sits_fail(err, status, "message %d of %zu bytes: %s", (int)kind, n_bytes, sits_status_info(status)->name);
   if (!answer(f, status, err, body, body_bytes)) return sits_fail(err, SITS_DEVICE, "the leader is lost");
   return ends || status == SITS_DEVICE ? status : SITS_OK;
 }
