@@ -71,10 +71,10 @@ enum sits_status option_parse_args(struct option_set *set, int argc, char *const
 
 bool option_is_set(const struct option_set *set, const char *name);
 
-/* The values now in force as YAML (secrets masked, what is unset as a comment) or, with sample, every option commented with help, range and
- * default. */
 /* The name of an option whose value YAML cannot hold, for it is not UTF-8 (a path may be); NULL: none. */
 const char *option_not_utf8(const struct option_set *set);
+/* The values now in force as YAML (secrets masked, what is unset as a comment) or, with sample, every option commented with help, range and
+ * default. */
 bool option_write_yaml(const struct option_set *set, bool sample, struct buf *out);
 bool option_write_help(const struct option_set *set, struct buf *out);
 

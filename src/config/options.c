@@ -220,6 +220,16 @@ static enum sits_status split_args(int argc, char *const *argv, struct early *ea
   return SITS_OK;
 }
 
+/* An option of multi-node that has a value; NULL: none. Without multi-node it would start a server of its own where a rank was meant. */
+static const char *named_of_nodes(const struct options *options)
+{
+  if (options->node_rank >= 0) return "node-rank";
+  if (options->node_count > 0) return "node-count";
+  if (options->leader_address) return "leader-address";
+  if (options->leader_port > 0) return "leader-port";
+  return options->node_secret ? "node-secret" : NULL;
+}
+
 static enum sits_status check_together(struct options *options, const struct option_set *set, enum options_action action,
                                        struct sits_error *err)
 {
@@ -238,6 +248,8 @@ static enum sits_status check_together(struct options *options, const struct opt
     return sits_fail_param(err, SITS_CONFIG, "audit-log-prompts", "audit-log-prompts needs audit-log");
   if (action == OPTIONS_RUN && options->audit_key_file && !options->audit_log)
     return sits_fail_param(err, SITS_CONFIG, "audit-key-file", "audit-key-file needs audit-log");
+  const char *of_nodes = named_of_nodes(options);
+  if (!options->multi_node && of_nodes) return sits_fail_param(err, SITS_CONFIG, of_nodes, "%s needs multi-node", of_nodes);
   if (options->max_num_batched_tokens > 0 && options->max_num_batched_tokens < options->max_num_seqs)
     return sits_fail_param(err, SITS_CONFIG, "max-num-batched-tokens", "max-num-batched-tokens (%lld) must be at least max-num-seqs (%lld)",
                            (long long)options->max_num_batched_tokens, (long long)options->max_num_seqs);

@@ -106,6 +106,15 @@ static void test_argument_refusals(void **state)
   struct fixture f;
   refuse_args(&f, LOAD(&f, "--port", "80"), "no model");
   refuse_args(&f, LOAD(&f, "--model"), "--model needs a value");
+  static const char *const of_nodes[][2] = {{"--node-rank", "0"}, {"--node-count", "2"}, {"--leader-address", "::1"},
+                                            {"--leader-port", "29400"}, {"--node-secret", "a secret of the tests"}};
+  for (size_t i = 0; i < sizeof of_nodes / sizeof of_nodes[0]; i++) {
+    refuse_args(&f, LOAD(&f, "--model", "m", of_nodes[i][0], of_nodes[i][1]), "needs multi-node");
+    assert_string_equal(f.err.param, of_nodes[i][0] + 2);
+    assert_int_equal(LOAD(&f, "--model", "m", "--multi-node", of_nodes[i][0], of_nodes[i][1]), SITS_OK);
+    option_set_fini(&f.set);
+  }
+  refuse_args(&f, LOAD(&f, "--model", "m", "--audit-key-file", "k"), "audit-key-file needs audit-log");
   refuse_args(&f, LOAD(&f, "--modle", "x"), "did you mean 'model'");
   refuse_args(&f, LOAD(&f, "stray"), "unexpected word 'stray'");
   refuse_args(&f, LOAD(&f, "--model", "m", "--ssl-certfile", "c"), "go together");
