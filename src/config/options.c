@@ -15,6 +15,8 @@
 
 static const char default_host[] = "127.0.0.1";
 
+#define GRPC_CONNECTIONS "1024"
+
 const struct option_spec options_table[] = {
     STR("model", model, "Model",
         "The model: a GGUF file, a Hugging Face directory (config.json, tokenizer.json, *.safetensors), or a file of sits2026-compile."),
@@ -141,7 +143,7 @@ const struct option_spec options_table[] = {
     INT("grpc-port", grpc_port, "0", 0, 65535, "port", "gRPC", "TCP port of the gRPC front end. 0: off."),
     STR("grpc-host", grpc_host, "gRPC",
         "Address for gRPC. Default: 127.0.0.1. Its library takes no hostile peers well: elsewhere put a proxy in front."),
-    INT("grpc-max-connections", grpc_max_connections, "1024", 1, 1000000, "connections", "gRPC",
+    INT("grpc-max-connections", grpc_max_connections, GRPC_CONNECTIONS, 1, 1000000, "connections", "gRPC",
         "Open connections without TLS; each may carry 1024 calls. Beyond it new ones are closed at once."),
     STR("grpc-client-cafile", grpc_client_cafile, "gRPC",
         "PEM certificates of authorities: with TLS, gRPC clients must then show a certificate that one of them signed."),
@@ -230,14 +232,13 @@ static const char *named_of_nodes(const struct options *options)
   return options->node_secret ? "node-secret" : NULL;
 }
 
-static enum sits_status check_together(struct options *options, const struct option_set *set, enum options_action action,
-                                       struct sits_error *err)
+static enum sits_status check_together(struct options *options, enum options_action action, struct sits_error *err)
 {
   if (!options->host) options->host = default_host;
   if (!options->grpc_host) options->grpc_host = default_host;
   if (!options->ssl_certfile != !options->ssl_keyfile)
     return sits_fail_param(err, SITS_CONFIG, "ssl-keyfile", "ssl-certfile and ssl-keyfile go together: give both or none");
-  if (options->grpc_port && options->ssl_certfile && option_is_set(set, "grpc-max-connections"))
+  if (options->grpc_port && options->ssl_certfile && options->grpc_max_connections != strtoll(GRPC_CONNECTIONS, NULL, 10))
     return sits_fail_param(err, SITS_CONFIG, "grpc-max-connections",
                            "grpc-max-connections cannot be kept with TLS, where the gRPC library itself accepts");
   if (options->ssl_ca_certs && !options->ssl_certfile)
@@ -274,7 +275,7 @@ enum sits_status options_load(struct options *options, struct option_set *set, i
   if (!status) status = option_load_env(set, err);
   if (!status) status = option_parse_args(set, n_rest, rest, 0, NULL, err);
   bool is_checked = early.action == OPTIONS_RUN || early.action == OPTIONS_PRINT_CONFIG || early.action == OPTIONS_PRINT_SAMPLE;
-  if (!status && is_checked) status = check_together(options, set, early.action, err);
+  if (!status && is_checked) status = check_together(options, early.action, err);
   if (status) option_set_fini(set);
   else *action = early.action;
   return status;

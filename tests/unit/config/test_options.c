@@ -119,6 +119,9 @@ static void test_argument_refusals(void **state)
   refuse_args(&f, LOAD(&f, "stray"), "unexpected word 'stray'");
   refuse_args(&f, LOAD(&f, "--model", "m", "--ssl-certfile", "c"), "go together");
   refuse_args(&f, LOAD(&f, "--model", "m", "--max-num-seqs", "512", "--max-num-batched-tokens", "256"), "at least max-num-seqs");
+  assert_int_equal(LOAD(&f, "--model", "m", "--grpc-port", "1", "--grpc-max-connections", "1024", "--ssl-certfile", "c", "--ssl-keyfile",
+                        "k"), SITS_OK); /* as --print-config writes it */
+  option_set_fini(&f.set);
   refuse_args(&f, LOAD(&f, "--model", "m", "--grpc-port", "1", "--grpc-max-connections", "9", "--ssl-certfile", "c", "--ssl-keyfile", "k"),
               "cannot be kept with TLS");
   setenv("SITS_PORT", "x", 1);
