@@ -575,6 +575,7 @@ enum sits_status nodes_follow(const struct nodes_options *options, const struct 
   enum sits_status status = nodes_connect(options, &f.nodes, err);
   if (status != SITS_OK) return status;
   log_info("nodes", "rank %d of %d: connected to the leader", (int)options->rank, (int)options->n_ranks);
+  if (options->joined != NULL) options->joined();
   status = follow(&f, err);
   if (status != SITS_OK && f.nodes->group != NULL) group_abort(f.nodes->group);
   drop_kv(&f);

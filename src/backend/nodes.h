@@ -28,6 +28,7 @@ struct nodes_options {
   int32_t port;
   const char *secret;              /* 16..NODES_SECRET_BYTES bytes, the same everywhere */
   int64_t connect_timeout_us;      /* for all to have come */
+  void (*joined)(void);            /* follower: called once it is connected; NULL: nothing */
 };
 
 /* NULL: this backend has no such form. */

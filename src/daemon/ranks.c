@@ -2,6 +2,7 @@
  * LeaderWorkerSet (LWS_WORKER_INDEX, LWS_GROUP_SIZE, LWS_LEADER_ADDRESS). Options come first. */
 #include "daemon/ranks.h"
 
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -84,6 +85,17 @@ enum sits_status ranks_read(const struct options *o, struct nodes_options *nodes
   return read_devices(o, out->n_ranks, out->devices, err);
 }
 
+static void stay(int signal_number) { (void)signal_number; }
+
+/* Whoever stops a job tells all its processes at once, and the leader's drain needs its followers: they end when it has closed or is lost.
+ * A second signal ends this one. */
+static void leave_stop_to_leader(void)
+{
+  const struct sigaction once = {.sa_handler = stay, .sa_flags = (int)SA_RESETHAND | SA_RESTART};
+  sigaction(SIGTERM, &once, NULL);
+  sigaction(SIGINT, &once, NULL);
+}
+
 int ranks_follow(const struct options *o)
 {
   struct nodes_options nodes;
@@ -91,6 +103,7 @@ int ranks_follow(const struct options *o)
   struct sits_error err = {0};
   enum sits_status status = ranks_read(o, &nodes, &read, &err);
   if (!status) {
+    nodes.joined = leave_stop_to_leader;
     const struct runner_options runner = {.model_path = o->model, .device = o->device,
                                           .backend = {.n_threads = (int32_t)o->threads, .isa = o->isa, .nodes = &nodes,
                                                       .prefill_weights = o->prefill_weights, .device = read.device_ordinal}};

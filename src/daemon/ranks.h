@@ -14,7 +14,7 @@ enum sits_status ranks_read(const struct options *options, struct nodes_options 
 
 /* Is this process a rank other than 0? Errors of the options show in ranks_read. */
 bool ranks_follows(const struct options *options);
-/* Serve the leader until it closes. The exit status. */
+/* Serve the leader until it closes. The exit status. Connected, the first SIGTERM or SIGINT is left to the leader. */
 int ranks_follow(const struct options *options);
 
 #endif

@@ -1,4 +1,5 @@
 """A model cut over ranks of the CPU, threads of one process or processes: the same answers, what is refused, ranks that are lost."""
+import concurrent.futures
 import os
 import signal
 import socket
@@ -100,6 +101,38 @@ def test_two_processes_answer_as_one(tiny, launch, follow):
     assert server.stop() == 0
     assert follower.wait(30 * SLOW) == 0
     assert b"the leader has stopped" in follower.stderr.read()
+
+
+def test_a_signal_to_all_lets_the_leader_drain(launch, follow):
+    port = free_port()
+    alone = follow(port)
+    time.sleep(0.5)
+    alone.terminate()
+    assert alone.wait(30 * SLOW) == -signal.SIGTERM  # nobody leads it yet
+    follower = follow(port)
+    server = leader(launch, port, "--collective-timeout-s", 60)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.complete, "Once upon a time", **{**GREEDY, "max_tokens": 400})
+        while server.metric("num_requests_running") == 0 and not reply.done():
+            time.sleep(0.01)
+        follower.terminate()
+        server.process.terminate()
+        status, answer = reply.result()
+    assert status == 200 and answer["usage"]["completion_tokens"] == 400, answer
+    assert server.process.wait(30 * SLOW) == 0
+    assert follower.wait(30 * SLOW) == 0
+
+
+def test_a_second_signal_ends_a_follower(launch, follow):
+    port = free_port()
+    follower = follow(port)
+    server = leader(launch, port)
+    for _ in range(2):
+        assert follower.poll() is None
+        follower.terminate()
+        time.sleep(0.5)
+    assert follower.wait(30 * SLOW) == -signal.SIGTERM
+    server.stop()
 
 
 def test_a_killed_process_ends_requests_and_turns_health_red(launch, follow):
