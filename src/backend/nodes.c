@@ -15,9 +15,10 @@
 #include "base/log.h"
 #include "base/mem.h"
 
-/* STEP_US is for processes that live and hang; the patient waits end when one is lost. */
+/* Bounds for processes that live and hang; one that is gone ends any wait. LOAD_US: opening, a program's weights, pages. */
 enum { DEFAULT_TIMEOUT_MS = 5000 };
 #define STEP_US 120000000ll
+#define LOAD_US 3600000000ll
 
 /* The leader's; a program and a page memory of it are only names for it, as in ranks.c. */
 struct backend {
@@ -76,11 +77,15 @@ static enum sits_status hear(struct backend *b, int32_t r, int64_t timeout_us, v
   struct node_reply reply = b->nodes->early[r];
   enum node_message kind;
   size_t size;
-  if (b->nodes->has_early[r]) b->nodes->has_early[r] = false;
-  else if (!nodes_next(b->nodes, r, timeout_us, &kind, &size) || kind != NODE_REPLY || size < sizeof reply ||
-           !nodes_read(b->nodes, r, &reply, sizeof reply) || size - sizeof reply != (reply.status == SITS_OK ? n_bytes : 0) ||
-           !nodes_read(b->nodes, r, out, size - sizeof reply))
+  if (b->nodes->has_early[r]) {
+    b->nodes->has_early[r] = false;
+    if (reply.status == SITS_OK) return lost(b, err); /* done, it says, where the others still exchange */
+  } else if (!nodes_next(b->nodes, r, timeout_us, &kind, &size) || kind != NODE_REPLY || size < sizeof reply ||
+             !nodes_read(b->nodes, r, &reply, sizeof reply) ||
+             size - sizeof reply != (reply.status == SITS_OK ? n_bytes : 0) ||
+             !nodes_read(b->nodes, r, out, size - sizeof reply)) {
     return lost(b, err);
+  }
   if (reply.status == SITS_OK) return SITS_OK;
   if (reply.status < 0 || reply.status >= SITS_STATUS_COUNT) reply.status = SITS_INTERNAL;
   reply.text[sizeof reply.text - 1] = '\0';
@@ -131,7 +136,7 @@ static enum sits_status open_all(struct backend *b, const struct backend_options
   const struct node_config config = {own.max_batch_tokens, own.max_seqs, own.collective_timeout_ms, own.compress_reduce};
   if (!tell(b, NODE_OPEN, &config, sizeof config, NULL, 0)) return lost(b, err);
   status = b->inner->open(&own, &b->own, err);
-  return hear_all(b, status, 0, err);
+  return hear_all(b, status, LOAD_US, err);
 }
 
 static enum sits_status nodes_open(const struct backend_vtable *inner, const struct backend_options *options, struct backend **out,
@@ -163,7 +168,7 @@ static void nodes_info(const struct backend *set, struct backend_info *out)
   if (!b->is_failed && !tell(b, NODE_INFO, NULL, 0, NULL, 0)) (void)lost(b, NULL);
   *out = own;
   for (int32_t r = 1; r < b->n_ranks && !b->is_failed; r++)
-    if (hear(b, r, 0, &info, sizeof info, NULL) == SITS_OK && info.memory_free_bytes < out->memory_free_bytes) *out = info;
+    if (hear(b, r, STEP_US, &info, sizeof info, NULL) == SITS_OK && info.memory_free_bytes < out->memory_free_bytes) *out = info;
   snprintf(out->name, sizeof out->name, "%d processes x %.40s", (int)b->n_ranks, own.name);
   out->memory_free_bytes *= (uint64_t)b->n_ranks;
   out->memory_total_bytes *= (uint64_t)b->n_ranks;
@@ -191,7 +196,7 @@ static enum sits_status nodes_compile(struct backend *b, const struct program *p
   for (int32_t r = 1; r < b->n_ranks && !b->is_failed; r++) {
     uint64_t bytes = 0;
     struct sits_error their = {0};
-    const enum sits_status s = hear(b, r, 0, &bytes, sizeof bytes, &their);
+    const enum sits_status s = hear(b, r, LOAD_US, &bytes, sizeof bytes, &their);
     b->follower_bytes += bytes;
     if (s == SITS_OK || (status != SITS_OK && status != SITS_DEVICE)) continue;
     if (status == SITS_OK || s != SITS_DEVICE) {
@@ -239,7 +244,7 @@ static enum sits_status nodes_kv_create(struct backend *b, const struct kv_geome
   if (geometry->n_ranks != b->n_ranks || b->kv != NULL)
     return sits_fail(err, SITS_INVALID_ARGUMENT, "nodes: one page memory, for %d ranks", (int)b->n_ranks);
   if (b->is_failed || !tell(b, NODE_CREATE_KV, geometry, sizeof *geometry, NULL, 0)) return lost(b, err);
-  const enum sits_status own = b->inner->kv_create(b->own, &share, &b->kv, err), status = hear_all(b, own, 0, err);
+  const enum sits_status own = b->inner->kv_create(b->own, &share, &b->kv, err), status = hear_all(b, own, LOAD_US, err);
   b->page_bytes = b->inner->kv_page_bytes(&share);
   if (status == SITS_OK) {
     *out = (struct backend_kv *)b;

@@ -7,11 +7,11 @@
  * Life of the leader: backend_nodes(inner)->open with options.nodes set, and on as with any device. Of a follower: nodes_follow, which
  * returns when the leader has closed (SITS_OK) or a process is lost.
  *
- * Rules: 1. All processes run the same build on the same model file; what differs is refused by name. 2. A connection is made once, with a
- * proof from both sides that they know the secret; what follows is neither encrypted nor authenticated: the network between the
- * processes must be the operator's own. 3. A process that dies, or whose machine falls silent, is noticed within 10 s at any time, idle or
- * in a step: the group is aborted, the leader answers SITS_DEVICE from then on, the followers return. Nothing reconnects: whoever launched
- * the processes starts them all again. 4. Every message has a size that its kind and the options bound.
+ * Rules: 1. All processes run the same build (version and commit) on the same model file; what differs is refused by name. 2. A connection
+ * is made once, with a proof from both sides that they know the secret; what follows is neither encrypted nor authenticated: the network
+ * between the processes must be the operator's own. 3. A process that dies, or whose machine falls silent, is noticed within 10 s at any
+ * time, idle or in a step: the group is aborted, the leader answers SITS_DEVICE from then on, the followers return. Nothing reconnects:
+ * whoever launched the processes starts them all again. 4. Every message has a size that its kind and the options bound.
  */
 #ifndef SITS_BACKEND_NODES_H
 #define SITS_BACKEND_NODES_H

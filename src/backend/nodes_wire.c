@@ -1,8 +1,9 @@
 /* See nodes_wire.h.
  *
  * Connecting: the leader listens, each follower calls. hello (rank, number of ranks, build, a random number) -> challenge (the leader's
- * random number and its proof) -> proof -> welcome. A proof is HMAC-SHA256 of side, ranks and both random numbers under the secret. Who
- * fails is turned away and the leader waits on. Sockets are non-blocking; every wait is a poll of at most LOOK_MS, then a look at whether
+ * random number and its proof) -> proof -> welcome. A proof is HMAC-SHA256 of side, ranks and both random numbers under the secret. The
+ * leader greets up to MOST_CALLERS side by side, each within HELLO_US; a further one takes the oldest's place. Who fails is turned away
+ * and the leader waits on. Sockets are non-blocking; every wait is a poll of at most LOOK_MS, then a look at whether
  * a process is lost. Lost means: the connection has ended (a dead process's kernel says so at once), keep-alive probes or sent bytes went
  * unanswered (a dead machine, 6 s), or a bound on waiting has passed. */
 #include "backend/nodes_wire.h"
@@ -25,25 +26,25 @@
 #include "base/mem.h"
 #include "base/sha256.h"
 
-enum { MAGIC = 0x53495453, VERSION = 1, LOOK_MS = 100, SEND_US = 10000000, HELLO_US = 5000000, NONCE = 16, LEAST_SECRET = 16,
-       RETRY_MS = 200, PROBE_IDLE_S = 2, PROBE_EVERY_S = 1, PROBES = 4, UNANSWERED_MS = 6000 };
+enum { MAGIC = 0x53495453, VERSION = 1, LOOK_MS = 100, SEND_US = 10000000, HELLO_US = 5000000, NONCE = 16, BUILD = 64, LEAST_SECRET = 16,
+       MOST_CALLERS = 64, RETRY_MS = 200, PROBE_IDLE_S = 2, PROBE_EVERY_S = 1, PROBES = 4, UNANSWERED_MS = 6000 };
 
-struct hello { uint32_t magic, version; int32_t rank, n_ranks; uint32_t batch_bytes, abi; uint8_t nonce[NONCE]; };
+struct hello { uint32_t magic, version; int32_t rank, n_ranks; uint32_t batch_bytes, abi; char build[BUILD]; uint8_t nonce[NONCE]; };
 struct challenge { uint8_t nonce[NONCE], proof[SHA256_BYTES]; };
 struct head { uint32_t magic, kind; uint64_t n_bytes; };
 
 /* ---- bytes ---- */
 
-/* poll events on fd, in looks, until the deadline (0: none). False: too late, or lost. */
+/* poll events on fd, in looks, until the deadline (0: none), which also ends a wait for bytes that drip in. False: too late, or lost. */
 static bool await(const struct nodes *nodes, int fd, short events, int64_t deadline_us)
 {
   for (;;) {
+    if (deadline_us > 0 && clock_monotonic_us() > deadline_us) return false;
     struct pollfd p = {.fd = fd, .events = events};
     const int n = poll(&p, 1, LOOK_MS);
     if (n > 0) return true; /* errors show in the call that follows */
     if (n < 0 && errno != EINTR) return false;
     if (nodes != NULL && atomic_load(&nodes->is_lost)) return false;
-    if (deadline_us > 0 && clock_monotonic_us() > deadline_us) return false;
   }
 }
 
@@ -77,7 +78,7 @@ bool nodes_send(struct nodes *nodes, int32_t rank, enum node_message kind, const
                 size_t body_bytes)
 {
   const struct head h = {MAGIC, (uint32_t)kind, head_bytes + body_bytes};
-  const int64_t deadline_us = clock_monotonic_us() + SEND_US;
+  const int64_t deadline_us = clock_monotonic_us() + nodes->message_us;
   const int fd = nodes->fd[rank];
   if (!atomic_load(&nodes->is_lost) && write_all(nodes, fd, &h, sizeof h, deadline_us) &&
       write_all(nodes, fd, head, head_bytes, deadline_us) && write_all(nodes, fd, body, body_bytes, deadline_us))
@@ -100,7 +101,7 @@ bool nodes_next(struct nodes *nodes, int32_t rank, int64_t timeout_us, enum node
 
 bool nodes_read(struct nodes *nodes, int32_t rank, void *to, size_t n_bytes)
 {
-  if (read_all(nodes, nodes->fd[rank], to, n_bytes, clock_monotonic_us() + SEND_US)) return true;
+  if (read_all(nodes, nodes->fd[rank], to, n_bytes, clock_monotonic_us() + nodes->message_us)) return true;
   nodes_lose(nodes, "a message was cut off");
   return false;
 }
@@ -144,7 +145,12 @@ static void set_up(int fd)
 static struct hello own_hello(const struct nodes_options *o)
 {
   return (struct hello){.magic = MAGIC, .version = VERSION, .rank = o->rank, .n_ranks = o->n_ranks,
-                        .batch_bytes = sizeof(struct backend_batch), .abi = BACKEND_ABI};
+                        .batch_bytes = sizeof(struct backend_batch), .abi = BACKEND_ABI, .build = SITS_VERSION " " SITS_COMMIT};
+}
+
+static bool is_same_build(const struct hello *a, const struct hello *b)
+{
+  return a->version == b->version && a->batch_bytes == b->batch_bytes && a->abi == b->abi && memcmp(a->build, b->build, BUILD) == 0;
 }
 
 static enum sits_status resolve(const struct nodes_options *o, bool is_passive, struct addrinfo **out, struct sits_error *err)
@@ -158,31 +164,73 @@ static enum sits_status resolve(const struct nodes_options *o, bool is_passive, 
                          gai_strerror(e));
 }
 
-/* The rank of the follower at the other end, or -1 with the reason. */
-static int32_t greet(struct nodes *nodes, const struct nodes_options *o, int fd, const char **why)
+/* One that has called and is not known yet. */
+struct caller {
+  int fd;
+  bool is_challenged;                /* it owes its proof, else its hello */
+  int64_t deadline_us;
+  size_t n_bytes;                    /* of what it owes */
+  struct hello hello;
+  uint8_t proof[SHA256_BYTES], want[SHA256_BYTES];
+};
+
+enum progress { CALLER_WAITS, CALLER_IS_HERE, CALLER_FAILS };
+
+/* Little, to a fresh connection: it fits the socket's buffer, or the other end is odd. */
+static bool send_now(int fd, const void *from, size_t n_bytes) { return send(fd, from, n_bytes, MSG_NOSIGNAL) == (ssize_t)n_bytes; }
+
+/* What it owes, as far as it has come. */
+static enum progress receive(struct caller *c, void *to, size_t n_bytes)
 {
-  const int64_t deadline_us = clock_monotonic_us() + HELLO_US;
-  struct hello hello, mine = own_hello(o);
+  while (c->n_bytes < n_bytes) {
+    const ssize_t n = recv(c->fd, (uint8_t *)to + c->n_bytes, n_bytes - c->n_bytes, 0);
+    if (n > 0) c->n_bytes += (size_t)n;
+    else if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return CALLER_WAITS;
+    else return CALLER_FAILS;
+  }
+  return CALLER_IS_HERE;
+}
+
+static enum progress challenge_caller(const struct nodes *nodes, const struct nodes_options *o, struct caller *c, const char **why)
+{
+  const struct hello mine = own_hello(o);
   struct challenge challenge;
-  uint8_t want[SHA256_BYTES], proof[SHA256_BYTES];
   *why = "it does not speak this protocol";
-  if (!read_all(NULL, fd, &hello, sizeof hello, deadline_us) || hello.magic != MAGIC) return -1;
+  if (c->hello.magic != MAGIC) return CALLER_FAILS;
   *why = "it is another build";
-  if (hello.version != VERSION || hello.batch_bytes != mine.batch_bytes || hello.abi != mine.abi) return -1;
+  if (!is_same_build(&c->hello, &mine)) return CALLER_FAILS;
   *why = "the number of processes differs";
-  if (hello.n_ranks != o->n_ranks) return -1;
+  if (c->hello.n_ranks != o->n_ranks) return CALLER_FAILS;
   *why = "its rank is taken or too large";
-  if (hello.rank < 1 || hello.rank >= o->n_ranks || nodes->fd[hello.rank] >= 0) return -1;
+  if (c->hello.rank < 1 || c->hello.rank >= o->n_ranks || nodes->fd[c->hello.rank] >= 0) return CALLER_FAILS;
   *why = "no random numbers";
-  if (getrandom(challenge.nonce, NONCE, 0) != NONCE) return -1;
-  prove(o->secret, true, &hello, challenge.nonce, challenge.proof);
-  prove(o->secret, false, &hello, challenge.nonce, want);
-  *why = "it does not know the secret";
-  if (!write_all(NULL, fd, &challenge, sizeof challenge, deadline_us) || !read_all(NULL, fd, proof, sizeof proof, deadline_us) ||
-      !is_same(proof, want, sizeof want))
-    return -1;
+  if (getrandom(challenge.nonce, NONCE, 0) != NONCE) return CALLER_FAILS;
+  prove(o->secret, true, &c->hello, challenge.nonce, challenge.proof);
+  prove(o->secret, false, &c->hello, challenge.nonce, c->want);
+  c->is_challenged = true;
+  c->n_bytes = 0;
   *why = "it went away";
-  return write_all(NULL, fd, &mine.magic, sizeof mine.magic, deadline_us) ? hello.rank : -1;
+  return send_now(c->fd, &challenge, sizeof challenge) ? CALLER_WAITS : CALLER_FAILS;
+}
+
+/* Go on with a caller that has sent something. */
+static enum progress greet(const struct nodes *nodes, const struct nodes_options *o, struct caller *c, const char **why)
+{
+  const uint32_t welcome = MAGIC;
+  enum progress progress;
+  *why = "it does not speak this protocol";
+  if (!c->is_challenged) {
+    progress = receive(c, &c->hello, sizeof c->hello);
+    return progress == CALLER_IS_HERE ? challenge_caller(nodes, o, c, why) : progress;
+  }
+  *why = "it does not know the secret";
+  progress = receive(c, c->proof, sizeof c->proof);
+  if (progress != CALLER_IS_HERE) return progress;
+  if (!is_same(c->proof, c->want, sizeof c->want)) return CALLER_FAILS;
+  *why = "its rank is taken or too large";
+  if (nodes->fd[c->hello.rank] >= 0) return CALLER_FAILS;
+  *why = "it went away";
+  return send_now(c->fd, &welcome, sizeof welcome) ? CALLER_IS_HERE : CALLER_FAILS;
 }
 
 static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = RETRY_MS * 1000000L}, NULL); }
@@ -200,7 +248,7 @@ static enum sits_status open_listener(const struct nodes_options *o, int64_t dea
     fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) continue;
     (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (bind(fd, a->ai_addr, a->ai_addrlen) == 0 && listen(fd, BACKEND_MAX_RANKS) == 0) break;
+    if (bind(fd, a->ai_addr, a->ai_addrlen) == 0 && listen(fd, MOST_CALLERS) == 0) break;
     e = errno;
     (void)close(fd);
     fd = -1;
@@ -213,6 +261,55 @@ static enum sits_status open_listener(const struct nodes_options *o, int64_t dea
   return SITS_OK;
 }
 
+/* Callers, the oldest first. */
+struct queue { struct caller callers[MOST_CALLERS]; int32_t n; };
+
+static void drop(struct queue *queue, int32_t i, const char *why)
+{
+  if (why != NULL) {
+    log_warn("nodes", "a process was turned away: %s", why);
+    (void)close(queue->callers[i].fd);
+  }
+  queue->n--;
+  memmove(&queue->callers[i], &queue->callers[i + 1], (size_t)(queue->n - i) * sizeof *queue->callers);
+}
+
+static void take_callers(struct queue *queue, int listener)
+{
+  int fd;
+  for (int32_t i = 0; i < MOST_CALLERS && (fd = accept(listener, NULL, NULL)) >= 0; i++) {
+    if (queue->n == MOST_CALLERS) drop(queue, 0, "too many call at once");
+    set_up(fd);
+    queue->callers[queue->n++] = (struct caller){.fd = fd, .deadline_us = clock_monotonic_us() + HELLO_US};
+  }
+}
+
+/* One look at all that call. The number of followers that are here now. */
+static int32_t look(struct nodes *nodes, const struct nodes_options *o, struct queue *queue, int listener)
+{
+  struct pollfd polls[MOST_CALLERS + 1];
+  int32_t n_new = 0;
+  const int32_t n_polled = queue->n;
+  for (int32_t i = 0; i < n_polled; i++) polls[i] = (struct pollfd){.fd = queue->callers[i].fd, .events = POLLIN};
+  polls[n_polled] = (struct pollfd){.fd = listener, .events = POLLIN};
+  const int n_ready = poll(polls, (nfds_t)n_polled + 1, LOOK_MS);
+  for (int32_t i = n_polled - 1; i >= 0; i--) { /* from the back: who goes moves the later ones */
+    struct caller *c = &queue->callers[i];
+    const char *why = "it took too long";
+    enum progress progress = clock_monotonic_us() > c->deadline_us ? CALLER_FAILS : CALLER_WAITS;
+    if (progress == CALLER_WAITS && n_ready > 0 && polls[i].revents != 0) progress = greet(nodes, o, c, &why);
+    if (progress == CALLER_WAITS) continue;
+    if (progress == CALLER_IS_HERE) {
+      nodes->fd[c->hello.rank] = c->fd;
+      n_new++;
+      log_info("nodes", "rank %d of %d is here", (int)c->hello.rank, (int)o->n_ranks);
+    }
+    drop(queue, i, progress == CALLER_FAILS ? why : NULL);
+  }
+  if (n_ready > 0 && polls[n_polled].revents != 0) take_callers(queue, listener);
+  return n_new;
+}
+
 static enum sits_status lead(struct nodes *nodes, const struct nodes_options *o, struct sits_error *err)
 {
   const int64_t deadline_us = clock_monotonic_us() + o->connect_timeout_us;
@@ -220,22 +317,10 @@ static enum sits_status lead(struct nodes *nodes, const struct nodes_options *o,
   const enum sits_status status = open_listener(o, deadline_us, &listener, err);
   if (status != SITS_OK) return status;
   log_info("nodes", "waiting for %d processes on port %d", (int)o->n_ranks - 1, (int)o->port);
+  struct queue queue = {.n = 0};
   int32_t n_here = 1;
-  while (n_here < o->n_ranks && await(NULL, listener, POLLIN, deadline_us)) {
-    const char *why;
-    const int fd = accept(listener, NULL, NULL);
-    if (fd < 0) continue;
-    set_up(fd);
-    const int32_t rank = greet(nodes, o, fd, &why);
-    if (rank < 0) {
-      log_warn("nodes", "a process was turned away: %s", why);
-      (void)close(fd);
-      continue;
-    }
-    nodes->fd[rank] = fd;
-    n_here++;
-    log_info("nodes", "rank %d of %d is here", (int)rank, (int)o->n_ranks);
-  }
+  while (n_here < o->n_ranks && clock_monotonic_us() < deadline_us) n_here += look(nodes, o, &queue, listener);
+  while (queue.n > 0) drop(&queue, queue.n - 1, n_here == o->n_ranks ? "all are here" : "it took too long");
   (void)close(listener);
   if (n_here == o->n_ranks) return SITS_OK;
   return sits_fail(err, SITS_UNAVAILABLE, "%d of %d processes came within %lld s", (int)n_here, (int)o->n_ranks,
@@ -307,6 +392,7 @@ enum sits_status nodes_connect(const struct nodes_options *o, struct nodes **out
   if (nodes == NULL) return sits_fail(err, SITS_NOMEM, "nodes: out of memory");
   nodes->rank = o->rank;
   nodes->n_ranks = o->n_ranks;
+  nodes->message_us = SEND_US;
   for (int32_t r = 0; r < BACKEND_MAX_RANKS; r++) nodes->fd[r] = -1;
   const enum sits_status status = o->rank == 0 ? lead(nodes, o, err) : join(nodes, o, err);
   if (status != SITS_OK) {
@@ -367,6 +453,7 @@ static bool exchange(void *user, const void *mine, size_t n_bytes, void *all, in
 enum sits_status nodes_start(struct nodes *nodes, int32_t collective_timeout_ms, struct sits_error *err)
 {
   const struct group_link link = {.exchange = exchange, .user = nodes};
+  if (collective_timeout_ms > SEND_US / 1000) nodes->message_us = (int64_t)collective_timeout_ms * 1000;
   const enum sits_status status = group_create_linked(nodes->n_ranks, (int64_t)collective_timeout_ms * 1000, &link, &nodes->group, err);
   if (status != SITS_OK) return status;
   nodes->has_watcher = pthread_create(&nodes->watcher, NULL, watch, nodes) == 0;

@@ -34,6 +34,7 @@ struct nodes {
   int32_t rank, n_ranks;
   int fd[BACKEND_MAX_RANKS];       /* leader: of each follower; follower: fd[0], the leader's. -1: none */
   struct group *group;             /* linked over these connections; owned */
+  int64_t message_us;              /* the longest that one message may take; at least the collectives' timeout */
   pthread_t watcher;
   bool has_watcher;
   _Atomic bool is_lost, is_closing;

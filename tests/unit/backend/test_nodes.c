@@ -193,6 +193,58 @@ static void test_turned_away(void **state)
   synth_fini(&synth);
 }
 
+static int connect_to(int32_t port)
+{
+  const struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = htons((uint16_t)port)};
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  if (fd < 0) _exit(2);
+  for (int i = 0; connect(fd, (const struct sockaddr *)&a, sizeof a) != 0; i++) {
+    if (i == 600) _exit(2);
+    nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
+  }
+  return fd;
+}
+
+/* Silent and dripping callers, more than are greeted at once: the follower that comes after them need not
+ * outwait each. */
+static void test_slow_callers(void **state)
+{
+  (void)state;
+  enum { N_SLOW = 90 };
+  struct synth synth;
+  struct sits_error err = {0};
+  struct rig rig;
+  int ready[2];
+  synth_init(&synth, &shape, 7);
+  log_set_level(LOG_OFF);
+  assert_int_equal(pipe(ready), 0);
+  const int32_t port = free_port();
+  const struct nodes_options options = options_of(0, 2, port), follow = options_of(1, 2, port);
+  const pid_t slow = fork();
+  if (slow == 0) {
+    int fds[N_SLOW];
+    for (int i = 0; i < N_SLOW; i++) fds[i] = connect_to(port);
+    if (write(ready[1], "", 1) != 1) _exit(2);
+    for (;; nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL))
+      for (int i = 0; i < N_SLOW; i += 2) (void)send(fds[i], "S", 1, MSG_NOSIGNAL);
+  }
+  const pid_t good = fork();
+  if (good == 0) {
+    char byte;
+    if (read(ready[0], &byte, 1) != 1) _exit(2);
+    _exit(exit_of(fork_follower(&follow, 7)));
+  }
+  RIG_OK(lead(&rig, &synth, &options, 60000, false, &err), err);
+  assert_int_equal(kill(slow, SIGKILL), 0);
+  close_leader(&rig);
+  assert_int_equal(exit_of(good), 0);
+  (void)exit_of(slow);
+  close(ready[0]);
+  close(ready[1]);
+  log_set_level(LOG_INFO);
+  synth_fini(&synth);
+}
+
 static void test_refusals(void **state)
 {
   (void)state;
@@ -299,7 +351,8 @@ static void test_step_bounds(void **state)
 
 int main(void)
 {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_same_bits), cmocka_unit_test(test_turned_away), cmocka_unit_test(test_refusals),
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_same_bits), cmocka_unit_test(test_turned_away),
+                                     cmocka_unit_test(test_slow_callers), cmocka_unit_test(test_refusals),
                                      cmocka_unit_test(test_lost), cmocka_unit_test(test_step_bounds)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
