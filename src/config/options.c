@@ -41,7 +41,8 @@ const struct option_spec options_table[] = {
         "Devices of this machine that share the model: each holds a part of every layer's heads and channels. The sizes of the model "
         "must divide by it. On a CPU it only splits the threads, for comparison."),
     STR("tensor-parallel-devices", tensor_parallel_devices, "Device",
-        "Which GPUs, comma-separated, one for each rank; one may be named twice. Default: the first ones, ordered by their links."),
+        "Which GPUs, comma-separated, one for each rank; one may be named twice. With multi-node exactly one, this process's. Default: the "
+        "first ones, ordered by their links."),
     STR("placement", placement, "Device",
         "prefill=A,decode=B: prompts are read on GPU A, answers made on GPU B; both hold the whole model, and pages move from one to the "
         "other. A prompt is read on B where handing it over does not pay. Default: one GPU does both."),

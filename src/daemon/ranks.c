@@ -11,23 +11,49 @@
 
 enum { DEFAULT_PORT = 29400 };
 
-/* The number in one of two variables; `missing` where there is none. */
-static int64_t number_of(const char *first, const char *second, int64_t missing)
+/* The number in the first of two variables that is set; `missing` where none is. One that is no number of 0 to 65535 is refused. */
+static enum sits_status read_number(const char *first, const char *second, int64_t missing, int64_t *out, struct sits_error *err)
 {
   const char *names[] = {first, second};
+  *out = missing;
   for (int i = 0; i < 2; i++) {
     const char *text = names[i] != NULL ? getenv(names[i]) : NULL;
-    char *end;
     if (text == NULL || text[0] == '\0') continue;
-    const long n = strtol(text, &end, 10);
-    return *end == '\0' && n >= 0 && n <= 65535 ? n : missing;
+    const size_t n_digits = strspn(text, "0123456789");
+    if (text[n_digits] != '\0' || n_digits > 9 || strtol(text, NULL, 10) > 65535)
+      return sits_fail_param(err, SITS_CONFIG, names[i], "the environment's %s: '%.32s' is not a number of 0 to 65535", names[i], text);
+    *out = strtol(text, NULL, 10);
+    return SITS_OK;
   }
-  return missing;
+  return SITS_OK;
 }
 
-static int64_t rank_of(const struct options *o) { return o->node_rank >= 0 ? o->node_rank : number_of("RANK", "LWS_WORKER_INDEX", -1); }
+static enum sits_status read_rank(const struct options *o, int64_t *out, struct sits_error *err)
+{
+  *out = o->node_rank;
+  return o->node_rank >= 0 ? SITS_OK : read_number("RANK", "LWS_WORKER_INDEX", -1, out, err);
+}
 
-bool ranks_follows(const struct options *o) { return o->multi_node && rank_of(o) > 0; }
+bool ranks_follows(const struct options *o)
+{
+  int64_t rank;
+  return o->multi_node && read_rank(o, &rank, NULL) == SITS_OK && rank > 0;
+}
+
+/* Which process of how many, where the leader listens, which device is its: options before the environment. */
+struct place { int64_t rank, count, port, device; };
+
+static enum sits_status read_place(const struct options *o, struct place *out, struct sits_error *err)
+{
+  *out = (struct place){.count = o->node_count, .port = o->leader_port};
+  enum sits_status status = read_rank(o, &out->rank, err);
+  if (status == SITS_OK && out->count <= 0) status = read_number("WORLD_SIZE", "LWS_GROUP_SIZE", 0, &out->count, err);
+  if (status == SITS_OK && out->port <= 0) status = read_number("MASTER_PORT", NULL, DEFAULT_PORT, &out->port, err);
+  if (status == SITS_OK && out->port == 0)
+    status = sits_fail_param(err, SITS_CONFIG, "MASTER_PORT", "the environment's MASTER_PORT: 0 is no port to be called on");
+  if (status == SITS_OK && o->tensor_parallel_devices == NULL) status = read_number("LOCAL_RANK", NULL, 0, &out->device, err);
+  return status;
+}
 
 /* "0,1" -> one ordinal for each of n. */
 static enum sits_status read_devices(const struct options *o, int32_t n, int32_t *devices, struct sits_error *err)
@@ -48,7 +74,10 @@ static enum sits_status read_devices(const struct options *o, int32_t n, int32_t
 static enum sits_status read_nodes(const struct options *o, struct nodes_options *nodes, struct instance_options *out,
                                    struct sits_error *err)
 {
-  const int64_t count = o->node_count > 0 ? o->node_count : number_of("WORLD_SIZE", "LWS_GROUP_SIZE", 0), rank = rank_of(o);
+  struct place place;
+  const enum sits_status status = read_place(o, &place, err);
+  if (status != SITS_OK) return status;
+  const int64_t rank = place.rank, count = place.count;
   const char *address = o->leader_address != NULL ? o->leader_address : getenv("MASTER_ADDR");
   if (address == NULL) address = getenv("LWS_LEADER_ADDRESS");
   if (rank < 0 || count < 2 || count > BACKEND_MAX_RANKS || rank >= count)
@@ -66,11 +95,11 @@ static enum sits_status read_nodes(const struct options *o, struct nodes_options
                            "multi-node: each process has one device, so tensor-parallel-size is the number of processes, %lld",
                            (long long)count);
   *nodes = (struct nodes_options){.rank = (int32_t)rank, .n_ranks = (int32_t)count, .address = address, .secret = o->node_secret,
-                                  .port = (int32_t)(o->leader_port > 0 ? o->leader_port : number_of("MASTER_PORT", NULL, DEFAULT_PORT)),
+                                  .port = (int32_t)place.port,
                                   .connect_timeout_us = (int64_t)(o->node_connect_timeout_s * 1e6)};
   out->n_ranks = (int32_t)count;
   out->nodes = nodes;
-  out->device_ordinal = (int32_t)number_of("LOCAL_RANK", NULL, 0);
+  out->device_ordinal = (int32_t)place.device;
   return o->tensor_parallel_devices != NULL ? read_devices(o, 1, &out->device_ordinal, err) : SITS_OK;
 }
 

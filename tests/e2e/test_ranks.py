@@ -90,6 +90,15 @@ def leader(launch, port, *options, count=2, **more):
                   port, "--threads", 1, *options, env={**os.environ, "SITS_NODE_SECRET": SECRET}, **more)
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["1x", "-1", "65536", " 1", "99999999999999999999"])
+def test_a_malformed_variable_of_a_launcher_is_refused(name, value):
+    launcher = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0", name: value}
+    done = subprocess.run([BIN / "sits2026d", "--model", TINY, "--port", "0", "--multi-node"], capture_output=True, timeout=60 * SLOW,
+                          env={**os.environ, **launcher, "SITS_NODE_SECRET": SECRET})
+    assert done.returncode == 1 and f"the environment's {name}: '{value}" in done.stderr.decode(), done.stderr
+
+
 def test_two_processes_answer_as_one(tiny, launch, follow):
     port = free_port()
     follower = follow(port)
