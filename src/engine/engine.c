@@ -62,7 +62,7 @@ static bool alloc_arrays(struct sits_engine *e)
          e->positions && e->seq_start && e->kv_len && e->tables && e->row_token && e->rows && e->samples;
 }
 
-static enum sits_status create_parts(struct sits_engine *e)
+static enum sits_status create_parts(struct sits_engine *e, struct sits_error *err)
 {
   const struct engine_options *o = &e->options;
   /* Prompts that the reader works on have slots of their own here. */
@@ -73,7 +73,7 @@ static enum sits_status create_parts(struct sits_engine *e)
                               .max_seqs = o->max_num_seqs, .max_batch_tokens = o->max_num_batched_tokens, .max_rows = o->max_rows,
                               .page_tokens = KV_TOKENS, .n_pages = o->geometry.n_pages, .page_budget = o->page_budget,
                               .itl_target_us = o->itl_target_us, .ttft_target_us = o->ttft_target_us};
-  enum sits_status status = engine_slice_open(e);
+  enum sits_status status = engine_slice_open(e, err);
   alps.slice_tokens = e->slice.most_tokens;
   alps.tile_tokens = o->vtable->tile_tokens;
   alps.slices_by_rate = o->vtable->lane_tokens > 0;
@@ -125,9 +125,11 @@ enum sits_status engine_create(const struct engine_options *options, struct sits
   e->page_bytes = options->vtable->kv_page_bytes(&options->geometry);
   e->page_copy_us = (double)e->page_bytes / 4000; /* 4 GB/s until it is measured */
   if (!alloc_arrays(e)) status = SITS_NOMEM;
-  if (status == SITS_OK) status = create_parts(e);
+  struct sits_error own = {0};               /* what a device says */
+  if (status == SITS_OK) status = create_parts(e, &own);
   if (status != SITS_OK) {
     engine_destroy(e);
+    if (own.text[0] != '\0') return sits_fail_param(err, status, own.param, "%s", own.text);
     return sits_fail(err, status, "engine: out of memory for %d sequences and %d pages", options->max_num_seqs, options->geometry.n_pages);
   }
   if (options->reader) status = engine_placement_create(e, options, &e->placement, err);

@@ -261,8 +261,8 @@ void engine_deliver(struct sits_engine *engine);
 /* For backend_batch.progress: user is the engine, and lives. */
 void engine_beat(void *user);
 
-/* engine_slice.c */
-enum sits_status engine_slice_open(struct sits_engine *engine) SITS_MUST_CHECK;
+/* engine_slice.c; err: the device's own text, else empty */
+enum sits_status engine_slice_open(struct sits_engine *engine, struct sits_error *err) SITS_MUST_CHECK;
 void engine_slice_close(struct sits_engine *engine);
 void engine_slice_run(struct sits_engine *engine, int64_t from_us); /* the plan's slice; from_us: when the step before ended */
 bool engine_slice_has_time(const struct sits_engine *engine); /* a piece of another one would be in time */

@@ -11,18 +11,20 @@
 
 enum { SLICE_TOKENS = 128, GAP_FADE = 16 };
 
-enum sits_status engine_slice_open(struct sits_engine *engine)
+enum sits_status engine_slice_open(struct sits_engine *engine, struct sits_error *err)
 {
   const struct engine_options *o = &engine->options;
   struct engine_slice *slice = &engine->slice;
-  struct sits_error err;
   int32_t n = o->vtable->lane_tokens > 0 ? o->vtable->lane_tokens : SLICE_TOKENS;
   if (n > o->max_num_batched_tokens) n = o->max_num_batched_tokens;
   slice->id = -1;
   atomic_init(&engine->inbox_class, SITS_CLASS_COUNT);
   if (!o->vtable->lane_open || o->policy != ALPS_BUDGET) return SITS_OK;
-  enum sits_status status = o->vtable->lane_open(o->program, o->kv, n, &slice->lane, &err);
-  if (status == SITS_UNSUPPORTED) return SITS_OK;
+  enum sits_status status = o->vtable->lane_open(o->program, o->kv, n, &slice->lane, err);
+  if (status == SITS_UNSUPPORTED) {
+    *err = (struct sits_error){0};
+    return SITS_OK;
+  }
   slice->tokens = mem_calloc((size_t)n, sizeof(int32_t));
   slice->positions = mem_calloc((size_t)n, sizeof(int32_t));
   slice->table = mem_calloc((size_t)engine->stride, sizeof(int32_t));
