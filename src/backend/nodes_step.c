@@ -67,6 +67,17 @@ bool node_step_write(const struct backend_batch *b, int32_t max_tokens, int32_t 
   return true;
 }
 
+/* No position or length lies beyond the columns of the table. */
+static bool fits_table(const struct backend_batch *b)
+{
+  const int64_t most = (int64_t)b->table_stride * KV_PAGE_TOKENS;
+  for (int32_t t = 0; t < b->n_tokens; t++)
+    if (b->positions[t] < 0 || b->positions[t] >= most) return false;
+  for (int32_t s = 0; s < b->n_seqs; s++)
+    if (b->kv_len[s] < 0 || b->kv_len[s] > most) return false;
+  return true;
+}
+
 bool node_step_read(const struct node_step *h, const void *bytes, size_t n_bytes, int32_t max_tokens, int32_t max_seqs,
                     int32_t max_columns, struct backend_batch *out)
 {
@@ -84,5 +95,5 @@ bool node_step_read(const struct node_step *h, const void *bytes, size_t n_bytes
                                 .positions = arrays[1], .seq_start = arrays[2], .kv_len = arrays[3], .block_table = arrays[4],
                                 .table_stride = h->n_columns, .row_token = arrays[5], .sample = h->has_sample ? arrays[6] : NULL,
                                 .wants_logits = h->wants_logits != 0};
-  return true;
+  return fits_table(out);
 }
