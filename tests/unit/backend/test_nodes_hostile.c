@@ -294,9 +294,159 @@ static void test_leader(void **state)
   log_set_level(LOG_INFO);
 }
 
+/* A follower that is done with a step, it says, before the collectives in it. */
+static void be_hasty_follower(int32_t port)
+{
+  static uint8_t body[1 << 20];
+  const int fd = connect_as(1, port);
+  for (struct head head; take(fd, &head, sizeof head) == sizeof head;) {
+    const uint32_t n_more = head.kind == NODE_COMPILE ? sizeof(uint64_t) : 0;
+    struct { struct answer answer; uint8_t more[8]; } done = {
+        .answer = {{MAGIC, NODE_REPLY, {sizeof done.answer.reply + n_more, 0}}, {.status = SITS_OK}}};
+    if (head.n_bytes[0] > sizeof body || take(fd, body, head.n_bytes[0]) != head.n_bytes[0]) break;
+    (void)send(fd, &done, sizeof done.answer + n_more, MSG_NOSIGNAL);
+  }
+  _exit(0);
+}
+
+static void test_hasty_follower(void **state)
+{
+  (void)state;
+  struct synth synth;
+  struct rig rig;
+  struct sits_error err = {0};
+  const int32_t port = free_port(), token[1] = {1}, zero[2] = {0, 1}, len[1] = {1};
+  const struct backend_batch batch = {.n_tokens = 1, .n_seqs = 1, .n_rows = 1, .tokens = token, .positions = zero, .seq_start = zero,
+                                      .kv_len = len, .block_table = zero, .table_stride = 1, .row_token = zero};
+  struct backend_result result;
+  synth_init(&synth, &shape, 7);
+  log_set_level(LOG_OFF);
+  const pid_t child = fork();
+  if (child == 0) be_hasty_follower(port);
+  RIG_OK(lead(&rig, &synth, port, &err), err);
+  enum sits_status status = rig.vt->submit(rig.compiled, rig.kv, &batch);
+  if (status == SITS_OK) status = rig.vt->wait(rig.compiled, &result);
+  assert_int_equal(status, SITS_DEVICE);
+  assert_true(rig.vt->is_lost(rig.backend));
+  rig_close(&rig);
+  assert_int_equal(exit_of(child), 0);
+  log_set_level(LOG_INFO);
+  synth_fini(&synth);
+}
+
+/* ---- proofs ---- */
+
+enum { CHALLENGE_BYTES = 48, PROOF_BYTES = 32, WELCOME_BYTES = 4 };
+
+static struct sockaddr_in address_of(int32_t port)
+{
+  return (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = htons((uint16_t)port)};
+}
+
+static int call(int32_t port)
+{
+  const struct sockaddr_in a = address_of(port);
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  for (int i = 0; fd < 0 || connect(fd, (const struct sockaddr *)&a, sizeof a) != 0; i++) {
+    if (fd < 0 || i == WAIT_MS / 50) _exit(95);
+    (void)poll(NULL, 0, 50);
+  }
+  return fd;
+}
+
+static int be_called(int32_t port)
+{
+  const struct sockaddr_in a = address_of(port);
+  const int fd = socket(AF_INET, SOCK_STREAM, 0), on = 1;
+  (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (fd < 0 || bind(fd, (const struct sockaddr *)&a, sizeof a) != 0 || listen(fd, 1) != 0) _exit(96);
+  return accept(fd, NULL, NULL);
+}
+
+/* Stand between a follower and its leader, and then say the same to the next leader; then come as one ought to. */
+static void be_replayer(int32_t own_port, int32_t first, int32_t second)
+{
+  uint8_t hello[512], challenge[CHALLENGE_BYTES], proof[PROOF_BYTES], welcome[WELCOME_BYTES];
+  const int follower = be_called(own_port), leader = call(first);
+  const ssize_t n_hello = recv(follower, hello, sizeof hello, 0); /* sent as one */
+  if (n_hello <= 0) _exit(1);
+  give(leader, hello, (size_t)n_hello);
+  if (take(leader, challenge, sizeof challenge) != sizeof challenge) _exit(2);
+  give(follower, challenge, sizeof challenge);
+  if (take(follower, proof, sizeof proof) != sizeof proof) _exit(3);
+  give(leader, proof, sizeof proof);
+  if (take(leader, welcome, sizeof welcome) != sizeof welcome) _exit(4);
+  give(follower, welcome, sizeof welcome);
+  const int again = call(second);
+  give(again, hello, (size_t)n_hello);
+  if (take(again, challenge, sizeof challenge) != sizeof challenge) _exit(5);
+  give(again, proof, sizeof proof);
+  if (take(again, welcome, sizeof welcome) != 0) _exit(6); /* welcomed */
+  (void)connect_as(1, second);
+  _exit(0);
+}
+
+static void test_replay(void **state)
+{
+  (void)state;
+  const int32_t between = free_port(), first = free_port(), second = free_port();
+  log_set_level(LOG_OFF);
+  const pid_t replayer = fork();
+  if (replayer == 0) be_replayer(between, first, second);
+  const pid_t follower = fork();
+  if (follower == 0) {
+    (void)connect_as(1, between);
+    _exit(0);
+  }
+  for (int i = 0; i < 2; i++) {
+    const struct nodes_options options = options_of(0, i == 0 ? first : second);
+    struct nodes *nodes = NULL;
+    struct sits_error err = {0};
+    RIG_OK(nodes_connect(&options, &nodes, &err), err);
+    nodes_disconnect(nodes);
+  }
+  assert_int_equal(exit_of(follower), 0);
+  assert_int_equal(exit_of(replayer), 0);
+  log_set_level(LOG_INFO);
+}
+
+/* A leader with a wrong proof, one that stops short, and one whose bytes drip in for longer than they may: all would come, but late. */
+static void test_false_leader(void **state)
+{
+  (void)state;
+  static const struct { size_t n_bytes; enum sits_status status; const char *text; int every_ms; } rows[] = {
+      {CHALLENGE_BYTES, SITS_UNAVAILABLE, "turned this process away", 250},
+      {CHALLENGE_BYTES, SITS_CONFIG, "does not know the secret", 0},
+      {CHALLENGE_BYTES - 1, SITS_UNAVAILABLE, "turned this process away", 0}};
+  log_set_level(LOG_OFF);
+  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+    const int32_t port = free_port();
+    const struct nodes_options options = options_of(1, port);
+    struct nodes *nodes = NULL;
+    struct sits_error err = {0};
+    const pid_t child = fork();
+    if (child == 0) {
+      uint8_t bytes[512] = {0};
+      const int fd = be_called(port);
+      for (size_t k = 0; k < rows[i].n_bytes && rows[i].every_ms > 0; k++) {
+        (void)send(fd, bytes, 1, MSG_NOSIGNAL);
+        (void)poll(NULL, 0, rows[i].every_ms);
+      }
+      if (rows[i].every_ms == 0) give(fd, bytes, rows[i].n_bytes);
+      while (recv(fd, bytes, sizeof bytes, 0) > 0) continue;
+      _exit(0);
+    }
+    assert_int_equal(nodes_connect(&options, &nodes, &err), rows[i].status);
+    if (strstr(err.text, rows[i].text) == NULL) fail_msg("row %zu: '%s'", i, err.text);
+    assert_int_equal(exit_of(child), 0);
+  }
+  log_set_level(LOG_INFO);
+}
+
 int main(void)
 {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_follower), cmocka_unit_test(test_ready_follower),
-                                     cmocka_unit_test(test_leader)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_follower), cmocka_unit_test(test_ready_follower), cmocka_unit_test(test_leader),
+                                     cmocka_unit_test(test_hasty_follower), cmocka_unit_test(test_replay),
+                                     cmocka_unit_test(test_false_leader)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
