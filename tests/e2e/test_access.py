@@ -255,7 +255,7 @@ def test_models_and_classes(server):
             assert status == want and (want == 200 or answer["error"]["param"] == "model")
         assert server.post(path, body, bearer("narrow"))[0] == 403  # the default model is the first
     body = {**BODIES["/v1/completions"], "model": "other"}
-    for level, want in (("low", 200), ("normal", 403), ("high", 403)):
+    for level, want in (("low", 200), ("low \t", 200), ("normal", 403), ("high", 403), ("high ", 403), (" ", 400)):
         status, answer = server.json("/v1/completions", body, {**bearer("narrow"), "X-QoS-Level": level})
         assert status == want and (want == 200 or answer["error"]["param"] == "X-QoS-Level")
     with channel(server) as ch:

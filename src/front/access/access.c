@@ -261,7 +261,7 @@ static const char *bearer_of(const char *authorization)
 {
   if (!authorization || strncasecmp(authorization, "Bearer ", 7)) return NULL;
   authorization += 7;
-  while (*authorization == ' ') authorization++;
+  while (*authorization == ' ' || *authorization == '\t') authorization++;
   return *authorization ? authorization : NULL;
 }
 
@@ -285,6 +285,7 @@ enum sits_status access_identify(struct access *access, const char *authorizatio
   const char *key = bearer_of(authorization);
   if (!key) return SITS_UNAUTHENTICATED;
   size_t n_key = strlen(key);
+  while (key[n_key - 1] == ' ' || key[n_key - 1] == '\t') n_key--; /* no part of a header's value (RFC 9110, 5.5) */
   unsigned char digest[SHA256_BYTES];
   access_digest(access->pepper, sizeof access->pepper, key, n_key, digest);
   unsigned slot = (unsigned)(digest[0] | digest[1] << 8) % ACCESS_CACHE_SLOTS;

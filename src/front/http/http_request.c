@@ -38,7 +38,10 @@ struct http_request *http_request_create(struct http_server *server, struct MHD_
   pthread_mutex_init(&request->mutex, NULL);
   access_choose_id(header_of(connection, "X-Request-Id"), request->number, request->id, sizeof request->id);
   const char *qos = header_of(connection, "X-QoS-Level");
-  snprintf(request->qos, sizeof request->qos, "%s", !qos ? "" : *qos ? qos : "?"); /* an empty one is there, and wrong */
+  size_t n_qos = qos ? strlen(qos) : 0;
+  while (n_qos > 0 && (qos[n_qos - 1] == ' ' || qos[n_qos - 1] == '\t')) n_qos--;
+  if (qos && n_qos == 0) qos = "?", n_qos = 1; /* an empty one is there, and wrong */
+  if (qos) snprintf(request->qos, sizeof request->qos, "%.*s", (int)n_qos, qos);
   pthread_mutex_lock(&server->mutex);
   request->next = server->requests;
   if (server->requests) server->requests->previous = request;

@@ -73,13 +73,14 @@ static void test_open_and_single_key(void **state)
   assert_true(access_tenant(NULL) == 0 && access_max_tokens(NULL) == -1 && access_allows_model(NULL, "x"));
   access_destroy(access);
   assert_int_equal(access_create("sesame", NULL, &access, &err), SITS_OK);
-  static const char *const bad[] = {NULL, "", "Bearer", "Bearer ", "Bearer sesam", "Bearer sesame2", "Basic sesame", "sesame"};
+  static const char *const bad[] = {NULL, "", "Bearer", "Bearer \t ", "Bearer sesam", "Bearer sesame2", "Basic sesame", "sesame"};
   for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
     assert_int_equal(access_identify(access, bad[i], &grant), SITS_UNAUTHENTICATED);
     assert_null(grant);
   }
-  for (int i = 0; i < 2; i++) { /* the second time it comes from the cache */
-    grant = identify(access, i ? "bearer   sesame" : "Bearer sesame");
+  static const char *const good[] = {"Bearer sesame", "bearer   sesame", "Bearer sesame ", "Bearer  sesame\t "};
+  for (size_t i = 0; i < sizeof good / sizeof *good; i++) { /* from the second time on it comes from the cache */
+    grant = identify(access, good[i]);
     assert_true(access_tenant(grant) == 0 && access_has_role(grant, ACCESS_ADMIN));
     access_release(grant);
   }
