@@ -32,3 +32,11 @@ def test_throughput_keeps_to_the_models_context(args, text):
     done = subprocess.run([str(BIN / "sits2026-bench"), "throughput", "--model", str(TINY), "--device", "cpu", "--threads", "1", *args],
                           capture_output=True, text=True, timeout=60 * SLOW)
     assert (done.returncode == 1 and text in done.stderr and not done.stdout) if text else done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not TINY.exists(), reason="shared test data absent")
+@pytest.mark.parametrize("sizes", ["4294967297", "1,99999999999", "0", "8,,1", "x"])
+def test_lists_hold_sizes(sizes):
+    done = subprocess.run([str(BIN / "sits2026-bench"), "steps", "--model", str(TINY), "--device", "cpu", "--threads", "1", "--rounds", "1",
+                           "--depths", "1", "--chunks", sizes], capture_output=True, text=True, timeout=60 * SLOW)
+    assert done.returncode == 2 and "lists such as" in done.stderr and not done.stdout, (done.returncode, done.stderr)

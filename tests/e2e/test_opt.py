@@ -273,7 +273,8 @@ def test_another_text_of_the_same_name_starts_anew(tmp_path):
     (("--down-rotation", 96, *OPT), 2, "power of two"),
     (("--windows", 2), 2, "--calibration"),
     ((*OPT, "--recipe", "w5a5"), 2, "w5a5"),
-    ((*OPT, "--ctx", 4096), 2, "context"),
+    ((*OPT, "--ctx", 4096), 2, "ctx 4096 is more than"),
+    ((*OPT, "--sensitivity-ctx", 4096), 2, "sensitivity-ctx 4096 is more than"),
     ((*OPT, "--windows", 100000, "--max-ppl-loss", 1), 2, "needs 200008 windows of text"),
     ((*OPT, "--rotate", "none", "--windows", 2, "--max-ppl-loss", 1e-9, "--recipe", "worse.yaml"), 2, "even with 8-bit inputs everywhere"),
 ])

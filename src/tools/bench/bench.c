@@ -56,7 +56,7 @@ int bench_parse_list(const char *text, int64_t *out, int most)
   while (text && *text) {
     char *end;
     long long value = strtoll(text, &end, 10);
-    if (end == text || value <= 0 || n == most || (*end && *end != ',')) return 0;
+    if (end == text || value <= 0 || value > INT32_MAX || n == most || (*end && *end != ',')) return 0;
     out[n++] = value;
     text = *end ? end + 1 : end;
   }

@@ -22,7 +22,7 @@ int bench_costs(int argc, char **argv);
 bool bench_parse(const char *name, const char *summary, struct option_set *set, const struct option_spec *specs, int n_specs, void *values,
                  int argc, char **argv, int *exit_status);
 
-/* "1,8,32" into out; returns the count, 0 on a bad list. */
+/* "1,8,32" into out, each from 1 to INT32_MAX; returns the count, 0 on a bad list. */
 int bench_parse_list(const char *text, int64_t *out, int most);
 
 /* Value at a percentile (0..100) of n values; sorts them. 0 when n is 0. */

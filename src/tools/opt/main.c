@@ -178,8 +178,10 @@ static enum sits_status open_state(struct opt_run *run, struct sits_error *err)
   run->n_layers = model->config.n_layers;
   uint64_t inputs = 0;
   status = compile_fingerprint(model->source, o->calibration, &inputs, err);
-  if (!status && (o->ctx > model->config.max_context || o->sensitivity_ctx > model->config.max_context))
-    status = sits_fail_param(err, SITS_CONFIG, "ctx", "ctx %" PRId64 " is more than the model's context", o->ctx);
+  const bool is_ctx = !status && o->ctx > model->config.max_context;
+  if (!status && (is_ctx || o->sensitivity_ctx > model->config.max_context))
+    status = sits_fail_param(err, SITS_CONFIG, is_ctx ? "ctx" : "sensitivity-ctx", "%s %" PRId64 " is more than the model's context",
+                             is_ctx ? "ctx" : "sensitivity-ctx", is_ctx ? o->ctx : o->sensitivity_ctx);
   if (!status && o->max_ppl_loss > 0) status = check_windows(o, model, err);
   buf_init(&text, 1 << 20);
   buf_printf(&text, "%s %" PRIx64 " %" PRId64 " %" PRId64 " %" PRId64 " %" PRId64 " %s %" PRId64 " %" PRId64 " %s ", o->model, inputs,
