@@ -165,8 +165,9 @@ def test_timing_on_request(server):
     lines = [line for line in server.text().splitlines() if "route=/v1/completions" in line and "status=200" in line]
     assert all(re.search(rf" {stage}=\d+\.\d", lines[-1]) for stage in STAGES), lines[-1]
     metrics = server.get("/metrics")[2].decode()
-    for name in ("queue", "prefill", "decode", "scheduling", "delivery"):
-        count = re.search(rf"sits2026:request_{name}_time_seconds_count{{[^}}]*}} (\d+)", metrics)
+    series = [rf"request_{name}_time_seconds_count{{[^}}]*}}" for name in ("queue", "prefill", "decode", "scheduling")]
+    for name in (*series, r'request_stage_seconds_count{[^}]*stage="delivery"}'):
+        count = re.search(rf"sits2026:{name} (\d+)", metrics)
         assert count and int(count.group(1)) > 0, name
 
 
