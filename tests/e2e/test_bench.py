@@ -18,6 +18,7 @@ def test_engine_refuses(args, text):
     done = subprocess.run([str(BIN / "sits2026-bench"), "engine", "--model", str(TINY), "--device", "cpu", "--threads", "1", "--scenario",
                            *map(str, args)], capture_output=True, text=True, timeout=60 * SLOW)
     assert done.returncode == 1 and text in done.stderr, (done.returncode, done.stderr)
+    assert "LeakSanitizer" not in done.stderr, done.stderr
     assert not done.stdout
 
 

@@ -400,6 +400,9 @@ int bench_engine(int argc, char **argv)
     json_object_set_new(out, "scenario", json_string(o.scenario));
     json_object_set_new(out, "results", rows);
     is_good = bench_write_json(out, o.json);
+  } else {
+    json_decref(rows);
+    json_decref(out);
   }
   option_set_fini(&set);
   return is_good ? 0 : 1;
