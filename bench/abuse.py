@@ -3,7 +3,7 @@
 
 For each pattern: a bystander sends a short completion every few milliseconds and notes how long it takes, first alone, then beside the
 attack; the daemon's resident memory is read all the while. Clients run on the same machine (the attacker at nice 19), so times are upper
-bounds. Usage: bench/abuse.py DAEMON MODEL OUT.json [pattern...]
+bounds. Usage: bench/abuse.py DAEMON MODEL OUT.json [pattern...] (a pattern named n times runs n times, on the same daemon)
 """
 import datetime
 import json
@@ -337,9 +337,8 @@ def main():
     daemon = Daemon(program, model)
     rows = []
     measure(daemon, None, 1)
-    for pattern in PATTERNS:
-        if names and pattern.__name__ not in names:
-            continue
+    by_name = {pattern.__name__: pattern for pattern in PATTERNS}
+    for pattern in [by_name[name] for name in names] or PATTERNS:
         alone = measure(daemon, None, 2)
         beside = measure(daemon, pattern, SECONDS)
         time.sleep(0.5)
@@ -352,8 +351,11 @@ def main():
     cpu = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text()).group(1)
     pathlib.Path(out).write_text(json.dumps({
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "bench": "abuse", "commit": commit, "cpu": cpu,
-        "cores": os.cpu_count(), "command": f"bench/abuse.py build/release/bin/sits2026d {pathlib.Path(model).name} OUT.json",
-        "daemon_options": " ".join(daemon.options[4:6] + daemon.options[8:]), "seconds_each": SECONDS, "exit_status": status,
+        "cores": os.cpu_count(), "command": f"bench/abuse.py build/release/bin/sits2026d {pathlib.Path(model).name} "
+        f"OUT.json {' '.join(names)}".rstrip(),
+        "malloc_arena_max": os.environ.get("MALLOC_ARENA_MAX"),
+        "daemon_options": " ".join(daemon.options[4:6] + daemon.options[8:]), "seconds_each": SECONDS,
+        "exit_status": status,
         "patterns": rows}, indent=1) + "\n")
 
 
