@@ -19,6 +19,15 @@ const struct backend_vtable *backend_find(const char *name)
   return NULL;
 }
 
+void backend_wrap(struct backend_vtable *out, const struct backend_vtable *calls, const struct backend_vtable *inner)
+{
+  *out = *calls;
+  out->name = inner->name;
+  out->fusions = inner->fusions;
+  out->costs = inner->costs;
+  out->can_sample = inner->can_sample;
+}
+
 const char *kv_codec_name(enum kv_codec codec)
 {
   static const char *const names[KV_CODEC_COUNT] = {[KV_F16] = "f16", [KV_INT8] = "int8", [KV_INT4] = "int4", [KV_FP4] = "fp4",

@@ -205,6 +205,9 @@ const struct backend_vtable *backend_find(const char *name);
  * program_for_ranks makes, kv_create the whole model's geometry with n_ranks. NULL: this backend has no such form. */
 const struct backend_vtable *backend_ranks(const struct backend_vtable *one);
 
+/* The table of a backend that passes its calls on to others of one kind: `calls`, with what the inner kind says of itself. */
+void backend_wrap(struct backend_vtable *out, const struct backend_vtable *calls, const struct backend_vtable *inner);
+
 /* The KV heads of one rank. */
 struct kv_geometry kv_geometry_of_rank(const struct kv_geometry *whole);
 

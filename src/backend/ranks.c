@@ -526,22 +526,13 @@ static const struct backend_vtable common = {.abi = BACKEND_ABI,
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct backend_vtable tables[2]; /* cpu, cuda */
 
-static void fill(struct backend_vtable *table, const struct backend_vtable *inner)
-{
-  *table = common;
-  table->name = inner->name;
-  table->fusions = inner->fusions;
-  table->costs = inner->costs;
-  table->can_sample = inner->can_sample;
-}
-
 static void fill_tables(void)
 {
-  fill(&tables[0], &backend_cpu);
+  backend_wrap(&tables[0], &common, &backend_cpu);
   tables[0].open = cpu_ranks_open;
   tables[0].kv_page_bytes = cpu_ranks_page_bytes;
 #ifdef SITS_HAVE_CUDA
-  fill(&tables[1], &backend_cuda);
+  backend_wrap(&tables[1], &common, &backend_cuda);
   tables[1].open = cuda_ranks_open;
   tables[1].kv_page_bytes = cuda_ranks_page_bytes;
 #endif

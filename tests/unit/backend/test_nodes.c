@@ -1,44 +1,12 @@
 /* Models cut over processes: the same bits as ranks of one process, pages over the wire, who is turned away, and followers that die or
  * stand still. Followers are forked children of the test. */
-#include "rig.h"
-#include "synth.h"
+#include "nodes_rig.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
 #include <time.h>
 
-#include "backend/nodes_step.h"
 #include "base/clock.h"
 #include "base/log.h"
-
-#define SECRET "a secret of the tests"
-
-static const struct synth_shape shape = {"nodes", 2, 64, 8, 4, 16, 96, 52, 0, 0, true, false, false, true};
-enum { MAX_TOKENS = 96, N_PAGES = 4 };
-
-static int32_t free_port(void)
-{
-  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-  socklen_t n = sizeof a;
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  assert_true(fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && getsockname(fd, (struct sockaddr *)&a, &n) == 0);
-  close(fd);
-  return ntohs(a.sin_port);
-}
-
-static struct nodes_options options_of(int32_t rank, int32_t n_ranks, int32_t port)
-{
-  return (struct nodes_options){.rank = rank, .n_ranks = n_ranks, .address = "127.0.0.1", .port = port, .secret = SECRET,
-                                .connect_timeout_us = 60000000};
-}
-
-static enum sits_status make_program(void *user, int32_t rank, int32_t n_ranks, struct program **out, struct sits_error *err)
-{
-  return program_for_rank(user, backend_find("cpu")->fusions, NULL, rank, n_ranks, out, err);
-}
 
 /* A child that follows, with a model made from `seed`; its exit status is 0 when the leader closed, else 1. */
 static pid_t fork_follower(const struct nodes_options *options, uint64_t seed)
@@ -53,13 +21,6 @@ static pid_t fork_follower(const struct nodes_options *options, uint64_t seed)
   const enum sits_status status = nodes_follow(options, backend_find("cpu"), &own, make_program, &synth.model, &err);
   synth_fini(&synth);
   _exit(status == SITS_OK ? 0 : 1);
-}
-
-static int exit_of(pid_t pid)
-{
-  int status = 0;
-  assert_int_equal(waitpid(pid, &status, 0), pid);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
 /* The leader, ready for steps. */

@@ -1,51 +1,14 @@
 /* Broken and hostile messages between the processes of a model: a follower and a leader that get them answer or end with an error that says
  * why, and stand after those that they can refuse. The hostile end is a forked child; the other one is this process. */
-#include "rig.h"
-#include "synth.h"
+#include "nodes_rig.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <poll.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
 
-#include "backend/nodes_step.h"
 #include "base/log.h"
 
-#define SECRET "a secret of the tests"
-
-static const struct synth_shape shape = {"nodes", 2, 64, 8, 4, 16, 96, 52, 0, 0, true, false, false, true};
-enum { MAGIC = 0x53495453, MAX_TOKENS = 96, N_PAGES = 4, WAIT_MS = 60000 };
+enum { MAGIC = 0x53495453, WAIT_MS = 60000 };
 
 struct head { uint32_t magic, kind, n_bytes[2]; }; /* low, high */
-
-static int32_t free_port(void)
-{
-  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-  socklen_t n = sizeof a;
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  assert_true(fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && getsockname(fd, (struct sockaddr *)&a, &n) == 0);
-  close(fd);
-  return ntohs(a.sin_port);
-}
-
-static struct nodes_options options_of(int32_t rank, int32_t port)
-{
-  return (struct nodes_options){.rank = rank, .n_ranks = 2, .address = "127.0.0.1", .port = port, .secret = SECRET,
-                                .connect_timeout_us = 60000000};
-}
-
-static enum sits_status make_program(void *user, int32_t rank, int32_t n_ranks, struct program **out, struct sits_error *err)
-{
-  return program_for_rank(user, backend_find("cpu")->fusions, NULL, rank, n_ranks, out, err);
-}
-
-static int exit_of(pid_t pid)
-{
-  int status = 0;
-  assert_int_equal(waitpid(pid, &status, 0), pid);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
 
 /* ---- the hostile end, in a child: what fails there is its exit status ---- */
 
@@ -69,7 +32,7 @@ static size_t take(int fd, void *bytes, size_t n)
 
 static int connect_as(int32_t rank, int32_t port)
 {
-  const struct nodes_options options = options_of(rank, port);
+  const struct nodes_options options = options_of(rank, 2, port);
   struct nodes *nodes = NULL;
   struct sits_error err;
   if (nodes_connect(&options, &nodes, &err) != SITS_OK) _exit(92);
@@ -131,7 +94,7 @@ static void test_follower(void **state)
     const struct backend_options own = {.n_threads = 1};
     struct sits_error err = {0};
     const int32_t port = free_port();
-    const struct nodes_options options = options_of(1, port);
+    const struct nodes_options options = options_of(1, 2, port);
     const pid_t child = fork();
     if (child == 0) be_leader(&to_follower[i], port);
     assert_int_not_equal(nodes_follow(&options, backend_find("cpu"), &own, make_program, &synth.model, &err), SITS_OK);
@@ -148,7 +111,7 @@ static void test_follower(void **state)
 /* The leader. */
 static enum sits_status lead(struct rig *rig, struct synth *synth, int32_t port, struct sits_error *err)
 {
-  const struct nodes_options options = options_of(0, port);
+  const struct nodes_options options = options_of(0, 2, port);
   *rig = (struct rig){.vt = backend_nodes(backend_find("cpu")), .model = &synth->model, .n_pages = N_PAGES};
   const struct backend_options own = {.n_threads = 1, .max_batch_tokens = MAX_TOKENS, .max_seqs = MAX_TOKENS, .n_ranks = 2,
                                       .collective_timeout_ms = 60000, .nodes = &options};
@@ -233,7 +196,7 @@ static void test_ready_follower(void **state)
   struct sits_error err = {0};
   const struct backend_options own = {.n_threads = 1};
   const int32_t port = free_port();
-  const struct nodes_options options = options_of(1, port);
+  const struct nodes_options options = options_of(1, 2, port);
   synth_init(&synth, &shape, 7);
   log_set_level(LOG_OFF);
   const pid_t child = fork();
@@ -279,7 +242,7 @@ static void test_leader(void **state)
   log_set_level(LOG_OFF);
   for (size_t i = 0; i < sizeof to_leader / sizeof *to_leader; i++) {
     const int32_t port = free_port();
-    const struct nodes_options options = options_of(0, port);
+    const struct nodes_options options = options_of(0, 2, port);
     const struct backend_options own = {.n_threads = 1, .max_batch_tokens = MAX_TOKENS, .max_seqs = MAX_TOKENS, .n_ranks = 2,
                                         .collective_timeout_ms = 1000, .nodes = &options};
     struct backend *backend = NULL;
@@ -399,7 +362,7 @@ static void test_replay(void **state)
     _exit(0);
   }
   for (int i = 0; i < 2; i++) {
-    const struct nodes_options options = options_of(0, i == 0 ? first : second);
+    const struct nodes_options options = options_of(0, 2, i == 0 ? first : second);
     struct nodes *nodes = NULL;
     struct sits_error err = {0};
     RIG_OK(nodes_connect(&options, &nodes, &err), err);
@@ -421,7 +384,7 @@ static void test_false_leader(void **state)
   log_set_level(LOG_OFF);
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
     const int32_t port = free_port();
-    const struct nodes_options options = options_of(1, port);
+    const struct nodes_options options = options_of(1, 2, port);
     struct nodes *nodes = NULL;
     struct sits_error err = {0};
     const pid_t child = fork();
