@@ -383,17 +383,23 @@ static void test_stop_cancels_what_is_away(void **state)
   pair_close(&pair);
 }
 
+/* One engine's options over the decode side's device, for tests that create engines themselves. */
+static struct engine_options options_over(const struct pair_rig *pair)
+{
+  struct engine_options o = pair_options();
+  o.vtable = fake_vtable();
+  o.program = pair->decode.fake.program;
+  o.kv = pair->decode.fake.kv;
+  o.geometry = pair->decode.fake.geometry;
+  return o;
+}
+
 static void test_refusals(void **state)
 {
   struct pair_rig pair;
   struct sits_error err;
   pair_open(&pair, pair_options(), PAGES, PAGES);
-  struct engine_options o = pair_options(), reader;
-  o.vtable = fake_vtable();
-  o.program = pair.decode.fake.program;
-  o.kv = pair.decode.fake.kv;
-  o.geometry = pair.decode.fake.geometry;
-  reader = o;
+  struct engine_options reader = options_over(&pair), o = reader;
   o.reader = &reader;
   struct sits_engine *engine = NULL;
   o.prefix_caching = false;
@@ -420,12 +426,7 @@ static void test_no_memory(void **state)
   int32_t prompt[300];
   rig_prompt(prompt, 300, 1);
   pair_open(&pair, pair_options(), PAGES, PAGES);
-  struct engine_options o = pair_options(), reader;
-  o.vtable = fake_vtable();
-  o.program = pair.decode.fake.program;
-  o.kv = pair.decode.fake.kv;
-  o.geometry = pair.decode.fake.geometry;
-  reader = o;
+  struct engine_options reader = options_over(&pair), o = reader;
   o.reader = &reader;
   int64_t before = mem_live_blocks();
   for (uint64_t n = 1; n < 300; n++) {
