@@ -133,6 +133,14 @@ class Server:
             time.sleep(0.05)
 
 
+def wait_for(condition, seconds=20):
+    """Until condition() holds; fails after that many seconds."""
+    end = time.time() + seconds * SLOW
+    while not condition():
+        assert time.time() < end
+        time.sleep(0.005)
+
+
 def read_response(file):
     """Read one response from a file object: status, headers (lower-case names), body with chunked coding taken off."""
     line = file.readline()

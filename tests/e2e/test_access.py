@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from conftest import BIN, ROOT, SLOW, SMOL, TINY, events
+from conftest import BIN, ROOT, SLOW, SMOL, TINY, events, wait_for
 from grpc_client import channel, grpc, pb, start_both, stubs
 from grpc_health.v1 import health_pb2
 
@@ -308,13 +308,6 @@ def test_only_the_own_tenants_calls_can_be_aborted(server):
 
 
 # ---- reloading ----
-
-
-def wait_for(condition, seconds=20):
-    end = time.time() + seconds * SLOW
-    while not condition():
-        assert time.time() < end
-        time.sleep(0.01)
 
 
 def test_reloading_loses_no_request(tmp_path, tmp_path_factory):

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from conftest import SLOW, SMOL, TINY, events, read_response
+from conftest import SLOW, SMOL, TINY, events, read_response, wait_for
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 8}
@@ -19,13 +19,6 @@ def open_request(server, body, path=TEXT):
     sock.sendall(f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() +
                  data)
     return sock
-
-
-def wait_for(condition, seconds=20):
-    end = time.time() + seconds * SLOW
-    while not condition():
-        assert time.time() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

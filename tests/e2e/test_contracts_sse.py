@@ -1,8 +1,9 @@
 """Contracts of server-sent events and usage: framing, chunks, the end of a stream, ids. One test per line of the list, named after it."""
 import json
+import threading
 
 import pytest
-from conftest import joined
+from conftest import TINY, joined, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = {"messages": [{"role": "user", "content": "Once upon a time"}]}
@@ -21,7 +22,6 @@ def test_contract_01_exactly_one_done_then_close(tiny, path, body):
 
 
 def test_contract_01_done_after_an_error_in_the_stream(launch):
-    from conftest import TINY
     server = launch(TINY, "--request-timeout-s", "0.05")
     status, payloads, _ = server.stream(TEXT, {"prompt": "Once", "max_tokens": 480, "ignore_eos": True, "n": 64})
     assert status == 200 and payloads.count("[DONE]") == 1 and payloads[-1] == "[DONE]"
@@ -139,22 +139,13 @@ def test_continuous_usage_counts_up(tiny):
 
 def test_ping_comments_while_a_stream_is_silent(launch):
     """A stream that waits behind others gets comments, which parsers skip."""
-    from conftest import TINY
     server = launch(TINY, "--sse-ping-s", "0.05", "--max-num-seqs", "1")
-    import threading
-    busy = threading.Thread(target=server.complete, kwargs={"prompt": "Once", "max_tokens": 500, "ignore_eos": True})
-    threads = [
-        threading.Thread(target=server.complete, kwargs={
-            "prompt": "Once",
-            "max_tokens": 500,
-            "ignore_eos": True
-        }) for _ in range(20)
-    ]
-    busy.start()
+    ahead = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True}
+    threads = [threading.Thread(target=server.complete, kwargs=ahead) for _ in range(80)]
     for thread in threads:
         thread.start()
+    wait_for(lambda: server.metric("num_requests_waiting") >= 40)
     status, payloads, data = server.stream(TEXT, {"prompt": "Once", "max_tokens": 3})
-    busy.join()
     for thread in threads:
         thread.join()
     assert status == 200 and payloads[-1] == "[DONE]"

@@ -10,7 +10,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import BIN, ROOT, SLOW, SMOL, TINY, make_certificate
+from conftest import BIN, ROOT, SLOW, SMOL, TINY, make_certificate, wait_for
 from google.protobuf import descriptor_pb2
 from grpc_client import begin, channel, free_port, grpc, joined_stream, pb, start_both, stubs
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,13 +21,6 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICES = ["grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection",
             "sits2026.v1.Inference"]
 LONG = {"prompt": ["Once"], "max_tokens": 1500, "ignore_eos": True, "n": 4}
-
-
-def wait_for(condition, seconds=20):
-    end = time.time() + seconds * SLOW
-    while not condition():
-        assert time.time() < end
-        time.sleep(0.005)
 
 
 def failure(call):

@@ -9,18 +9,11 @@ import threading
 import time
 
 import pytest
-from conftest import SLOW, TINY, events, make_certificate, read_response
+from conftest import SLOW, TINY, events, make_certificate, read_response, wait_for
 from grpc_client import begin, channel, grpc, pb, start_both, stubs
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def wait_for(condition, seconds=20):
-    end = time.time() + seconds * SLOW
-    while not condition():
-        assert time.time() < end
-        time.sleep(0.01)
 
 
 # ---- TLS ----
