@@ -126,6 +126,14 @@ enum sits_status quant_recipe_parse(const char *text, size_t n_bytes, const char
   return status;
 }
 
+/* A file that sets nothing was meant to be another one: cut short, or not written yet. */
+static bool says_something(const struct quant_recipe *recipe)
+{
+  for (int i = 0; i < N_SPECS; i++)
+    if (recipe->set.is_set[i] && strcmp(specs[i].name, "description") != 0) return true;
+  return false;
+}
+
 enum sits_status quant_recipe_load(const char *name, struct quant_recipe *out, struct sits_error *err)
 {
   const size_t n = strlen(name);
@@ -139,6 +147,10 @@ enum sits_status quant_recipe_load(const char *name, struct quant_recipe *out, s
   if (status) return status;
   if (file.n_bytes > 1u << 16) status = sits_fail(err, SITS_CONFIG, "%.150s: larger than 64 KiB", name);
   else status = quant_recipe_parse((const char *)file.data, file.n_bytes, name, out, err);
+  if (!status && !says_something(out)) {
+    quant_recipe_fini(out);
+    status = sits_fail_param(err, SITS_CONFIG, "recipe", "%.150s: no field of a recipe is in it", name);
+  }
   mapfile_close(&file);
   return status;
 }

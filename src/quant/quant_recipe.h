@@ -31,7 +31,8 @@ struct quant_recipe {
   struct option_set set;             /* owns the strings */
 };
 
-/* name_or_path: a built-in name, or a path that holds a '/' or ends in .yaml. Errors name the recipe and the field. */
+/* name_or_path: a built-in name, or a path that holds a '/' or ends in .yaml. Errors name the recipe and the field. A file
+ * without any field but a description is refused. */
 enum sits_status quant_recipe_load(const char *name_or_path, struct quant_recipe *out, struct sits_error *err) SITS_MUST_CHECK;
 /* The same from text; origin stands for the path. */
 enum sits_status quant_recipe_parse(const char *text, size_t n_bytes, const char *origin, struct quant_recipe *out, struct sits_error *err)

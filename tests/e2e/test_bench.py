@@ -28,10 +28,25 @@ def test_engine_refuses(args, text):
     (("--prefill", "", "--context", "500", "--steps", "13"), "--context 500 and --steps 13 are together more"),
     (("--prefill", "512", "--batch", "", "--context", "500", "--steps", "20", "--repeat", "1"), None),
     (("--prefill", "", "--batch", "1", "--context", "500", "--steps", "12"), None),
+    (("--prefill", "4", "--batch", "", "--one-device"), "--one-device goes with --tensor-parallel-size"),
 ])
 def test_throughput_keeps_to_the_models_context(args, text):
     done = subprocess.run([str(BIN / "sits2026-bench"), "throughput", "--model", str(TINY), "--device", "cpu", "--threads", "1", *args],
                           capture_output=True, text=True, timeout=60 * SLOW)
+    assert (done.returncode in (1, 2) and text in done.stderr and not done.stdout) if text else done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not TINY.exists(), reason="shared test data absent")
+@pytest.mark.parametrize("args,text", [
+    (("--context", "512"), "--context 512 and the token after it are more than the model's context of 512"),
+    (("--context", "1000000"), "--context 1000000 and the token after it"),
+    (("--depths", "1,500", "--chunks", "1,13"), "--depths 500 and --chunks 13 are together more than the model's context of 512"),
+    (("--context", "511", "--depths", "500", "--chunks", "12"), None),
+    (("--context", "512", "--decodes", "0"), None),
+])
+def test_steps_keep_to_the_models_context(args, text):
+    done = subprocess.run([str(BIN / "sits2026-bench"), "steps", "--model", str(TINY), "--device", "cpu", "--threads", "1", "--rounds", "1",
+                           "--depths", "1", "--chunks", "1", *args], capture_output=True, text=True, timeout=60 * SLOW)
     assert (done.returncode == 1 and text in done.stderr and not done.stdout) if text else done.returncode == 0, done.stderr
 
 

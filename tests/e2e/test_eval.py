@@ -115,7 +115,15 @@ def test_parts_join_to_the_whole(engine, tmp_path):
     (lambda r: r["rows"][0]["window_kl"].__setitem__(0, "x"), "no result"),
     (lambda r: r.pop("skip_windows"), "no result"),
     (lambda r: r.update(windows=-1), "no result"),
-    (lambda r: r["rows"][1].pop("accuracy"), "no result"),
+    (lambda r: r["rows"][1].pop("accuracy"), "'accuracy'"),
+    (lambda r: r["rows"][0]["window_nll"].__setitem__(0, -1), "'window_nll'"),
+    (lambda r: r["rows"][1]["window_nll"].__setitem__(0, 1e308), "'window_nll'"),
+    (lambda r: r["rows"][0]["window_kl"].__setitem__(0, -1), "'window_kl'"),
+    (lambda r: r["rows"][0].update(accuracy=1.5), "'accuracy'"),
+    (lambda r: r["rows"][0].update(weight_bytes=-1), "'weight_bytes'"),
+    (lambda r: r["rows"][1].update(tokens_per_s=-1), "'tokens_per_s'"),
+    (lambda r: r["rows"][1].update(share_4x4=2), "'share_4x4'"),
+    (lambda r: r.update(ids="many"), "'ids'"),
 ])
 def test_join_refuses(change, text, engine, tmp_path):
     run("eval", "compare", "--models", f"{STORIES},{engine}", "--text", TEXT, "--ctx", CTX, "--windows", 1, "--out", tmp_path / "a.json")
@@ -167,8 +175,12 @@ def test_a_pipe_is_not_replaced(tmp_path):
     (("--models", f"{STORIES}@int3"), 1, "int3"),
     (("--models", "w4a4", "--model", STORIES), 2, "--calibration"),
     (("--model", STORIES), 2, "--models"),
+    (("--models", STORIES, "--one-device"), 2, "one-device goes with tensor-parallel-size"),
+    (("--models", "empty.yaml", "--model", STORIES), 2, "no field of a recipe"),
 ])
-def test_compare_refuses(args, code, text):
+def test_compare_refuses(args, code, text, tmp_path):
+    (tmp_path / "empty.yaml").write_text("")
+    args = [tmp_path / a if a == "empty.yaml" else a for a in args]
     assert text in run("eval", "compare", "--text", TEXT, "--ctx", CTX, "--windows", 1, *args, code=code).stderr
 
 

@@ -273,6 +273,7 @@ def test_another_text_of_the_same_name_starts_anew(tmp_path):
     (("--down-rotation", 96, *OPT), 2, "power of two"),
     (("--windows", 2), 2, "--calibration"),
     ((*OPT, "--recipe", "w5a5"), 2, "w5a5"),
+    ((*OPT, "--recipe", "empty.yaml"), 2, "empty.yaml: no field of a recipe"),
     ((*OPT, "--ctx", 4096), 2, "ctx 4096 is more than"),
     ((*OPT, "--sensitivity-ctx", 4096), 2, "sensitivity-ctx 4096 is more than"),
     ((*OPT, "--windows", 100000, "--max-ppl-loss", 1), 2, "needs 200008 windows of text"),
@@ -281,5 +282,6 @@ def test_another_text_of_the_same_name_starts_anew(tmp_path):
 def test_refusals(args, code, text, tmp_path):
     (tmp_path / "worse.yaml").write_text("weights: int4\nweight-group: 0\nweight-minimum: false\nclip: false\nscaling: none\n"
                                          "activations: int4\noutliers: 0\n")
-    args = [tmp_path / a if a == "worse.yaml" else a for a in args]
+    (tmp_path / "empty.yaml").write_text("")
+    args = [tmp_path / a if a in ("worse.yaml", "empty.yaml") else a for a in args]
     assert text in run("opt", STORIES, "-o", tmp_path / "o", *args, code=code).stderr

@@ -102,6 +102,20 @@ static int64_t run_mixed(struct bench *b, int32_t depth, int32_t chunk)
   return run(b);
 }
 
+/* What the sizes ask for must be what a request could be. */
+static bool is_within_context(const struct bench *b, int64_t longest_chunk, int64_t deepest)
+{
+  const int32_t most = b->runner.model->config.max_context;
+  if (b->options->decodes > 0 && b->options->context + 1 > most)
+    fprintf(stderr, "--context %lld and the token after it are more than the model's context of %d tokens\n",
+            (long long)b->options->context, most);
+  else if (deepest + longest_chunk > most)
+    fprintf(stderr, "--depths %lld and --chunks %lld are together more than the model's context of %d tokens\n", (long long)deepest,
+            (long long)longest_chunk, most);
+  else return true;
+  return false;
+}
+
 static bool open_bench(struct bench *b, int64_t longest_chunk, int64_t deepest)
 {
   const struct steps_options *o = b->options;
@@ -113,7 +127,12 @@ static bool open_bench(struct bench *b, int64_t longest_chunk, int64_t deepest)
                                       .backend = {.n_threads = (int32_t)o->threads, .isa = o->isa, .prefill_weights = o->prefill_weights,
                                                   .max_batch_tokens = (int32_t)n_tokens,
                                                   .max_seqs = (int32_t)(o->rows ? n_tokens : n_seqs)}};
-  if (runner_open(&b->runner, &open, &err) || runner_kv_create(&b->runner, (int32_t)n_seqs * b->pages_per_seq, &err)) {
+  if (runner_open(&b->runner, &open, &err)) {
+    fprintf(stderr, "%s\n", err.text);
+    return false;
+  }
+  if (!is_within_context(b, longest_chunk, deepest)) return false;
+  if (runner_kv_create(&b->runner, (int32_t)n_seqs * b->pages_per_seq, &err)) {
     fprintf(stderr, "%s\n", err.text);
     return false;
   }

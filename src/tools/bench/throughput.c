@@ -357,6 +357,9 @@ int bench_throughput(int argc, char **argv)
   if (!options.model || (options.prefill && !n_prompts) || (options.batch && !n_batches)) {
     fprintf(stderr, "sits2026-bench throughput: needs --model, and lists such as --batch 1,8 of at most %d sizes\n", MOST_SIZES);
     status = 2;
+  } else if (options.one_device && options.tensor_parallel_size == 1) {
+    fprintf(stderr, "sits2026-bench throughput: --one-device goes with --tensor-parallel-size: one device shares nothing\n");
+    status = 2;
   } else {
     status = measure(&options, prompts, n_prompts, batches, n_batches, argc, argv);
   }

@@ -26,42 +26,80 @@ static int by_first(const void *a, const void *b)
   return x < y ? -1 : x > y;
 }
 
-/* A file's fields have the types that compare writes. */
-static bool is_result(const json_t *part)
+/* What compare writes, and in which bounds: a likelihood beyond MOST_NATS a token has no finite perplexity; a divergence is not negative
+ * but for rounding. */
+enum { MOST_NATS = 700 };
+struct bound { const char *name; bool is_whole, is_optional; double least, most; };
+static const struct bound of_result[] = {{"ctx", true, false, 4, 1 << 24}, {"windows", true, false, 1, 1e9},
+                                         {"skip_windows", true, false, 0, 1e9}, {"ids", true, false, 1, 1e15}};
+static const struct bound of_row[] = {{"weight_bytes", true, false, 0, 1e15}, {"accuracy", false, false, 0, 1},
+                                      {"top1_agreement", false, false, 0, 1}, {"tokens_per_s", false, false, 0, 1e12},
+                                      {"share_4x4", false, true, 0, 1}, {"compile_s", false, true, 0, 1e9}};
+static const struct bound of_window[] = {{"window_nll", false, false, 0, MOST_NATS}, {"window_kl", false, false, -1e-3, 1e6}};
+#define N_OF(list) ((int)(sizeof list / sizeof list[0]))
+
+static bool is_in(const struct bound *bound, const json_t *value)
 {
-  static const char *const counts[] = {"ctx", "windows", "skip_windows", "ids"};
-  static const char *const numbers[] = {"accuracy", "top1_agreement", "tokens_per_s"};
-  const json_t *rows = json_object_get(part, "rows"), *row;
-  size_t index, at;
-  bool ok = json_array_size(rows) > 0 && json_is_string(json_object_get(part, "text")) &&
-            json_is_string(json_object_get(part, "reference"));
-  for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) ok &= json_is_integer(json_object_get(part, counts[i]));
-  ok = ok && whole(part, "windows") > 0 && whole(part, "skip_windows") >= 0 && whole(part, "ctx") >= 4 && whole(part, "ctx") <= 1 << 24;
-  json_array_foreach(rows, index, row) {
-    const json_t *nll = json_object_get(row, "window_nll"), *kl = json_object_get(row, "window_kl"), *value;
-    ok = ok && json_is_string(json_object_get(row, "name")) && json_is_string(json_object_get(row, "kv")) &&
-         json_is_integer(json_object_get(row, "weight_bytes"));
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) ok = ok && json_is_number(json_object_get(row, numbers[i]));
-    ok = ok && (json_int_t)json_array_size(nll) == whole(part, "windows") && json_array_size(kl) == json_array_size(nll);
-    json_array_foreach(nll, at, value) ok = ok && json_is_number(value);
-    json_array_foreach(kl, at, value) ok = ok && json_is_number(value);
+  if (!value) return bound->is_optional;
+  const double x = json_number_value(value);
+  return (bound->is_whole ? json_is_integer(value) : json_is_number(value)) && x >= bound->least && x <= bound->most;
+}
+
+/* The name of the first of n fields that is missing, of another type or out of its bounds; NULL: all are well. */
+static const char *bad_field(const struct bound *bounds, int n, const json_t *object)
+{
+  for (int i = 0; i < n; i++)
+    if (!is_in(&bounds[i], json_object_get(object, bounds[i].name))) return bounds[i].name;
+  return NULL;
+}
+
+static const char *bad_text(const char *const *names, int n, const json_t *object)
+{
+  for (int i = 0; i < n; i++)
+    if (!json_is_string(json_object_get(object, names[i]))) return names[i];
+  return NULL;
+}
+
+static const char *bad_row(const json_t *row, int64_t n_windows)
+{
+  static const char *const texts[] = {"name", "kv"};
+  const char *bad = bad_text(texts, N_OF(texts), row);
+  if (!bad) bad = bad_field(of_row, N_OF(of_row), row);
+  for (int i = 0; !bad && i < N_OF(of_window); i++) {
+    const json_t *values = json_object_get(row, of_window[i].name), *value;
+    size_t at;
+    if ((json_int_t)json_array_size(values) != n_windows) bad = of_window[i].name;
+    json_array_foreach(values, at, value) bad = is_in(&of_window[i], value) ? bad : of_window[i].name;
   }
-  return ok;
+  return bad;
+}
+
+/* A file's fields are what compare writes: NULL, or the name of one that is not. */
+static const char *bad_part(const json_t *part)
+{
+  static const char *const texts[] = {"text", "reference"};
+  const json_t *rows = json_object_get(part, "rows"), *row;
+  size_t index;
+  const char *bad = bad_text(texts, N_OF(texts), part);
+  if (!bad) bad = bad_field(of_result, N_OF(of_result), part);
+  if (!bad && json_array_size(rows) == 0) bad = "rows";
+  json_array_foreach(rows, index, row) bad = bad ? bad : bad_row(row, whole(part, "windows"));
+  return bad;
 }
 
 /* What two parts must share; NULL when they do, else its name. */
 static const char *difference(const json_t *a, const json_t *b)
 {
-  static const char *const of_result[] = {"text", "ctx", "ids", "reference"}, *const of_row[] = {"name", "kv", "weight_bytes", "share_4x4"};
+  static const char *const in_result[] = {"text", "ctx", "ids", "reference"}, *const in_row[] = {"name", "kv", "weight_bytes", "share_4x4"};
   const json_t *rows = json_object_get(a, "rows"), *others = json_object_get(b, "rows"), *row;
   size_t index;
-  for (size_t i = 0; i < sizeof of_result / sizeof of_result[0]; i++)
-    if (!json_equal(json_object_get(a, of_result[i]), json_object_get(b, of_result[i]))) return of_result[i];
+  for (int i = 0; i < N_OF(in_result); i++)
+    if (!json_equal(json_object_get(a, in_result[i]), json_object_get(b, in_result[i]))) return in_result[i];
   if (json_array_size(rows) != json_array_size(others)) return "rows";
   json_array_foreach(rows, index, row)
-    for (size_t i = 0; i < sizeof of_row / sizeof of_row[0]; i++) {
-      const json_t *x = json_object_get(row, of_row[i]), *y = json_object_get(json_array_get(others, index), of_row[i]);
-      if (x != y && !json_equal(x, y)) return of_row[i];
+    for (int i = 0; i < N_OF(in_row); i++) {
+      const json_t *x = json_object_get(row, in_row[i]), *y = json_object_get(json_array_get(others, index), in_row[i]);
+      if (x != y && !json_equal(x, y)) return in_row[i];
     }
   return NULL;
 }
@@ -83,8 +121,10 @@ static enum sits_status read_parts(struct join *j, const char *list, struct sits
     status = json_parse_file(path, &json_limits_file, &j->parts[j->n], err);
     if (status) break;
     j->n++;
-    if (!is_result(j->parts[j->n - 1]))
-      status = sits_fail_param(err, SITS_FORMAT, "parts", "%.150s is no result of sits2026-eval compare", path);
+    const char *bad = bad_part(j->parts[j->n - 1]);
+    if (bad)
+      status = sits_fail_param(err, SITS_FORMAT, "parts", "%.150s is no result of sits2026-eval compare: '%s' is not there or not a value "
+                               "that it could have", path, bad);
     const char *what = status ? NULL : difference(j->parts[0], j->parts[j->n - 1]);
     if (what) status = sits_fail_param(err, SITS_INVALID_ARGUMENT, "parts", "%.150s has another '%s' than the first part", path, what);
   }

@@ -84,6 +84,8 @@ static int run(int argc, char **argv, struct option_set *set, struct eval_option
   if (!status && !command) status = sits_fail(&err, SITS_CONFIG, "no command: see sits2026-eval --help");
   if (!status && !options->model && !options->models && !options->parts)
     status = sits_fail_param(&err, SITS_CONFIG, "model", "no model: give --model PATH");
+  if (!status && options->one_device && options->tensor_parallel_size == 1)
+    status = sits_fail_param(&err, SITS_CONFIG, "one-device", "one-device goes with tensor-parallel-size: one device shares nothing");
   int found = 0;
   while (!status && found < N_COMMANDS && strcmp(commands[found].name, command) != 0) found++;
   if (!status && found == N_COMMANDS) status = sits_fail(&err, SITS_CONFIG, "unknown command '%.32s': see sits2026-eval --help", command);

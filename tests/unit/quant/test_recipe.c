@@ -4,7 +4,9 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -85,6 +87,27 @@ static void mistakes_are_named(void **state)
   assert_int_equal(quant_recipe_load("missing/w4a8.yaml", &r, &err), SITS_NOT_FOUND);
 }
 
+/* Files that set nothing are refused by their name. */
+static void empty_files(void **state)
+{
+  (void)state;
+  static const char *const texts[] = {"", "\n", "# weights: int4\n", "{}\n", "description: cut here\n"};
+  const int64_t blocks = mem_live_blocks();
+  for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
+    char path[] = "/tmp/sits_recipe_XXXXXX.yaml";
+    struct quant_recipe r;
+    struct sits_error err = {0};
+    const int fd = mkstemps(path, 5);
+    assert_true(fd >= 0 && write(fd, texts[i], strlen(texts[i])) == (ssize_t)strlen(texts[i]));
+    close(fd);
+    const enum sits_status status = quant_recipe_load(path, &r, &err);
+    unlink(path);
+    assert_int_equal(status, SITS_CONFIG);
+    assert_non_null(strstr(err.text, path));
+    assert_int_equal(mem_live_blocks(), blocks);
+  }
+}
+
 static void allocation_failures(void **state)
 {
   (void)state;
@@ -109,6 +132,7 @@ static void allocation_failures(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(files_equal_builtin), cmocka_unit_test(named_ones_say_what_their_names_say),
-                                     cmocka_unit_test(mistakes_are_named), cmocka_unit_test(allocation_failures)};
+                                     cmocka_unit_test(mistakes_are_named), cmocka_unit_test(empty_files),
+                                     cmocka_unit_test(allocation_failures)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
