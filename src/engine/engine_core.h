@@ -25,6 +25,17 @@ enum engine_state { ENGINE_CREATED, ENGINE_RUNNING, ENGINE_DRAINING, ENGINE_FAIL
  * events and then releases it. */
 typedef void (*engine_events_fn)(void *user, struct sits_request *const *requests, int32_t n);
 
+/* What a step's time consisted of, from the end of the step before (of its own beginning after an idle time). Told after each step with
+ * a batch, on the engine thread, which waits meanwhile. */
+struct engine_step_times {
+  int32_t n_decode, n_prompt_tokens; /* of the batch; a chunk in slices is no part of it */
+  int64_t step_us;               /* the whole: the gap between the tokens of a sequence that decoded in both */
+  int64_t predicted_us;          /* the planner's prediction of the batch */
+  int64_t batch_us;              /* what it took, submission to results */
+  int64_t slice_us, sliced_us;   /* how much of the step might pass before a slice ends, and how long slices took; 0 without one */
+};
+typedef void (*engine_step_fn)(void *user, const struct engine_step_times *times);
+
 /* A second model whose guesses the first one verifies (engine_draft_model.h); of the same vocabulary, on the same backend. */
 struct engine_draft_model {
   struct backend_program *program;   /* NULL: none */
@@ -75,6 +86,8 @@ struct engine_options {
 
   engine_events_fn on_events;    /* NULL: the consumer polls */
   void *events_user;
+  engine_step_fn on_step;        /* NULL: nobody asks */
+  void *step_user;
 };
 
 /* A histogram with fixed bounds: counts[i] observations <= bounds[i] and > bounds[i-1]; the last count is those above all bounds. */

@@ -135,6 +135,16 @@ static void overlap(struct sits_engine *engine)
   engine_stats_publish(engine);
 }
 
+static void tell_step(struct sits_engine *engine, int64_t step_us)
+{
+  const struct alps_plan *plan = &engine->plan;
+  if (!engine->options.on_step) return;
+  const struct engine_step_times times = {.n_decode = plan->n_decode, .n_prompt_tokens = plan->work.n_prompt_tokens, .step_us = step_us,
+                                          .predicted_us = plan->predicted_us, .batch_us = engine->compute_us,
+                                          .slice_us = plan->slice_us, .sliced_us = plan->sliced_us};
+  engine->options.on_step(engine->options.step_user, &times);
+}
+
 static void forward_and_sample(struct sits_engine *engine)
 {
   struct backend_result result = {0};
@@ -161,6 +171,7 @@ static void forward_and_sample(struct sits_engine *engine)
   alps_report(engine->alps, &engine->plan, own_us);
   engine->stats.step_us_ewma += 0.1 * ((double)(now_us - from_us) - engine->stats.step_us_ewma);
   engine_observe(&engine->stats.iteration_tokens_hist, engine->batch.n_tokens);
+  tell_step(engine, now_us - from_us);
 }
 
 /* The plan's slice; where there is nothing else in the plan, that was the step. When a request of a higher class comes meanwhile, the

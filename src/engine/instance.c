@@ -246,7 +246,7 @@ static enum sits_status create_engine(struct instance *instance, struct sits_err
                 .max_model_len = instance->draft_length},
       .ttft_target_us = o->ttft_target_us, .policy = alps_policy_named(o->policy), .n_sampler_threads = o->n_sampler_threads,
       .overlap = instance->overlap, .always_hand_over = o->always_hand_over,
-      .on_events = o->on_events, .events_user = o->events_user,
+      .on_events = o->on_events, .events_user = o->events_user, .on_step = o->on_step, .step_user = o->step_user,
   };
   struct engine_options reader = {0};
   if (o->has_placement) {

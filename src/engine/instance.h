@@ -56,6 +56,8 @@ struct instance_options {
   int32_t n_sampler_threads;        /* helpers that draw tokens; 0 = none on cpu, up to 12 of the spare cores on cuda; -1 = none */
   engine_events_fn on_events;
   void *events_user;
+  engine_step_fn on_step;           /* NULL = nobody asks */
+  void *step_user;
 };
 
 struct instance_info {

@@ -1,6 +1,7 @@
 /* sits2026-bench engine: what the engine does with a real model, in process, without a server.
  *
  *   --scenario stall        four streams decode, a long prompt arrives: inter-token P99 and the prompt's reading time, for several targets
+ *                           (engine_stall.c)
  *   --scenario speculation  one stream over texts that repeat themselves, with and without prompt lookup: speed, and that answers are equal
  *   --scenario prefix       chats with a common beginning: time to the first token of the first and of the later ones
  *
@@ -8,20 +9,18 @@
  *   --scenario tenants      two tenants, one with ten times as many requests: who gets how many tokens (engine_load.c)
  *
  * Times are those that the engine writes into its events. Entry point: bench_engine. */
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-#include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
 #include "text/tokenizer.h"
 #include "tools/bench/bench.h"
 #include "tools/bench/engine_bench.h"
 
-enum { STREAMS = 4, MOST_GAPS = 200000, WARM_TOKENS = 20, PASSAGE = 300, PASSAGE_AGAIN = 24 };
+enum { PASSAGE = 300, PASSAGE_AGAIN = 24 };
 
 #define AT(field) offsetof(struct engine_bench_options, field)
 static const struct option_spec specs[] = {
@@ -79,7 +78,7 @@ bool engine_bench_open(struct engine_run *run, const struct engine_bench_options
   return true;
 }
 
-static struct sits_request *submit(struct engine_run *run, const int32_t *prompt, int64_t n, int32_t max_tokens)
+struct sits_request *engine_bench_submit(struct engine_run *run, const int32_t *prompt, int64_t n, int32_t max_tokens)
 {
   struct sits_request_params p = {.prompt = prompt, .n_prompt = (int32_t)n, .n_choices = 1,
                                   .service_class = SITS_CLASS_NORMAL, .id = "bench"};
@@ -96,158 +95,20 @@ void engine_bench_nap(void)
   nanosleep(&(struct timespec){.tv_nsec = 300000}, NULL);
 }
 
+void engine_bench_await(struct sits_request *request)
+{
+  struct sits_event e = {0};
+  while (request && e.kind != SITS_EVENT_FINISH) {
+    if (sits_request_poll(request, &e) != SITS_OK) engine_bench_nap();
+  }
+}
+
 void engine_bench_prompt(int32_t *tokens, int64_t n, int32_t n_vocab, uint32_t seed)
 {
   for (int64_t i = 0; i < n; i++) {
     seed = seed * 1664525u + 1013904223u;
     tokens[i] = (int32_t)((seed >> 8) % (uint32_t)(n_vocab - 300)) + 256;
   }
-}
-
-/* A stream's tokens as they come: gaps after the first are stored. */
-struct stream { struct sits_request *request; int64_t last_us, n; bool is_done; };
-
-static void take(struct stream *s, double *gaps, int64_t *n_gaps)
-{
-  struct sits_event e;
-  while (sits_request_poll(s->request, &e) == SITS_OK) {
-    if (e.kind == SITS_EVENT_FINISH) s->is_done = true;
-    if (e.kind != SITS_EVENT_TOKEN) continue;
-    if (s->n++ > 0 && *n_gaps < MOST_GAPS) gaps[(*n_gaps)++] = (double)(e.emitted_us - s->last_us) * 1e-3;
-    s->last_us = e.emitted_us;
-  }
-}
-
-static void start_streams(struct engine_run *run, struct stream streams[STREAMS], int32_t n_vocab, int32_t most_tokens)
-{
-  int32_t prompt[64];
-  for (int i = 0; i < STREAMS; i++) {
-    engine_bench_prompt(prompt, 64, n_vocab, 100 + (uint32_t)i);
-    streams[i] = (struct stream){.request = submit(run, prompt, 64, most_tokens)};
-  }
-}
-
-/* Until each has said so many tokens; gaps after its first few are kept. */
-static void listen(struct stream streams[STREAMS], int64_t n_tokens, double *gaps, int64_t *n_gaps)
-{
-  int64_t n_ignored = MOST_GAPS;
-  for (int i = 0; i < STREAMS;) {
-    for (int k = 0; k < STREAMS; k++) take(&streams[k], gaps, streams[k].n < WARM_TOKENS ? &n_ignored : n_gaps);
-    if (streams[i].n >= n_tokens) i++;
-    else engine_bench_nap();
-  }
-}
-
-static void stop_streams(struct stream streams[STREAMS])
-{
-  double gap;
-  for (int i = 0; i < STREAMS; i++) {
-    sits_request_cancel(streams[i].request, -1);
-    for (; !streams[i].is_done; engine_bench_nap()) take(&streams[i], &gap, &(int64_t){MOST_GAPS});
-    sits_request_release(streams[i].request);
-  }
-}
-
-/* One stall case: how long the prompt took (ms), how long the gaps of the others were meanwhile and before. */
-struct stall { double alone_ms, took_ms, quiet_p99_ms, quiet_p50_ms, p50_ms, p99_ms, worst_ms; int64_t n_gaps; };
-
-static bool measure_stall(const struct engine_bench_options *o, double itl_target_ms, bool is_whole, struct stall *out)
-{
-  static double gaps[MOST_GAPS];
-  struct engine_run run;
-  struct instance_options more = {.max_num_seqs = 8, .itl_target_us = (int64_t)(itl_target_ms * 1000),
-                                  .policy = is_whole ? "continuous" : "alps",
-                                  .max_num_batched_tokens = is_whole ? (int32_t)o->prompt : 512};
-  struct stream streams[STREAMS] = {{0}}, longer = {0};
-  int64_t n_gaps = 0, n_ignored = 0;
-  if (!engine_bench_open(&run, o, more, o->prompt + 1)) return false;
-  struct instance_info info;
-  instance_info(run.instance, &info);
-  int32_t n_vocab = instance_model(run.instance)->config.n_vocab, *prompt = mem_calloc((size_t)o->prompt, sizeof *prompt);
-  if (!prompt) return false;
-  engine_bench_prompt(prompt, o->prompt, n_vocab, 7);
-  int64_t started_us = clock_monotonic_us();
-  struct sits_request *alone = submit(&run, prompt, o->prompt, 1);
-  for (struct stream s = {.request = alone}; alone && !s.is_done; engine_bench_nap()) take(&s, gaps, &n_ignored);
-  out->alone_ms = (double)(clock_monotonic_us() - started_us) * 1e-3;
-  sits_request_release(alone);
-  start_streams(&run, streams, n_vocab, info.max_model_len - 64);
-  listen(streams, WARM_TOKENS + o->quiet_tokens, gaps, &n_gaps);
-  stop_streams(streams);
-  out->quiet_p50_ms = bench_percentile(gaps, n_gaps, 50);
-  out->quiet_p99_ms = bench_percentile(gaps, n_gaps, 99);
-  start_streams(&run, streams, n_vocab, info.max_model_len - 64);
-  n_gaps = 0;
-  listen(streams, 2 * WARM_TOKENS, gaps, &n_gaps);
-  n_gaps = 0;
-  engine_bench_prompt(prompt, o->prompt, n_vocab, 8);
-  started_us = clock_monotonic_us();
-  longer.request = submit(&run, prompt, o->prompt, 1);
-  /* Until every stream has spoken once more: the longest gap ends after the prompt has been read. */
-  int64_t until[STREAMS] = {0};
-  for (int i = 0; !longer.is_done || i < STREAMS;) {
-    bool was_done = longer.is_done;
-    take(&longer, gaps, &n_ignored);
-    for (int k = 0; k < STREAMS; k++) {
-      take(&streams[k], gaps, &n_gaps);
-      if (!was_done) until[k] = streams[k].n + 1;
-    }
-    if (was_done && streams[i].n >= until[i]) i++;
-    else engine_bench_nap();
-  }
-  out->took_ms = (double)(longer.last_us - started_us) * 1e-3;
-  out->n_gaps = n_gaps;
-  out->p50_ms = bench_percentile(gaps, n_gaps, 50);
-  out->p99_ms = bench_percentile(gaps, n_gaps, 99);
-  out->worst_ms = bench_percentile(gaps, n_gaps, 100);
-  stop_streams(streams);
-  sits_request_release(longer.request);
-  instance_close(run.instance);
-  mem_free(prompt);
-  return true;
-}
-
-static json_t *stall_row(const char *name, double target_ms, const struct stall *s)
-{
-  double steps = (double)s->n_gaps / STREAMS, decode_ms = steps * s->quiet_p50_ms;
-  json_t *row = json_pack("{s:s, s:f, s:f, s:f}", "case", name, "itl_target_ms", target_ms, "alone_ms", s->alone_ms,
-                          "took_ms", s->took_ms);
-  json_object_set_new(row, "itl_p50_ms", json_real(s->p50_ms));
-  json_object_set_new(row, "itl_p99_ms", json_real(s->p99_ms));
-  json_object_set_new(row, "itl_worst_ms", json_real(s->worst_ms));
-  json_object_set_new(row, "quiet_p99_ms", json_real(s->quiet_p99_ms));
-  json_object_set_new(row, "quiet_p50_ms", json_real(s->quiet_p50_ms));
-  json_object_set_new(row, "times_alone", json_real(s->took_ms / s->alone_ms));
-  /* What the target leaves of the time that the prompt took: beside steps as long as the undisturbed P99, so that 1.5 leaves a third. */
-  double left_ms = target_ms > s->quiet_p99_ms ? s->took_ms * (1 - s->quiet_p99_ms / target_ms) : 0;
-  json_object_set_new(row, "share_of_time_left", json_real(left_ms > 0 ? s->alone_ms / left_ms : 0));
-  /* The same, had every step been as long as the target and every decode as long as the undisturbed median. */
-  json_object_set_new(row, "share_beside_median", json_real(target_ms > 0 ? s->alone_ms / fmax(1, steps * target_ms - decode_ms) : 0));
-  fprintf(stderr, "%-10s target %7.2f ms: read in %8.1f ms (%.1f alone), inter-token p50 %.2f p99 %.2f worst %.2f ms (quiet p99 %.2f)\n",
-          name, target_ms, s->took_ms, s->alone_ms, s->p50_ms, s->p99_ms, s->worst_ms, s->quiet_p99_ms);
-  return row;
-}
-
-/* The undisturbed P99 comes from a first case of its own, with whole prompts, which also shows the stall. */
-static bool run_stall(const struct engine_bench_options *o, json_t *rows)
-{
-  int64_t percents[8];
-  int n = bench_parse_list(o->targets, percents, 8);
-  if (n == 0) fprintf(stderr, "sits2026-bench engine: --targets is a list of at most 8 percentages such as 1,150\n");
-  struct stall s;
-  double quiet = o->quiet_ms;
-  for (int i = 0; i < n; i++) {
-    bool is_whole = percents[i] < 100;
-    double target = is_whole ? 0 : quiet * (double)percents[i] / 100;
-    if (!is_whole && quiet <= 0) {
-      fprintf(stderr, "sits2026-bench engine: begin --targets with 1, or give --quiet-ms\n");
-      return false;
-    }
-    if (!measure_stall(o, target, is_whole, &s)) return false;
-    json_array_append_new(rows, stall_row(is_whole ? "whole" : "alps", target, &s));
-    if (is_whole && quiet <= 0) quiet = s.quiet_p99_ms;
-  }
-  return n > 0;
 }
 
 static bool read_text(const char *path, char *text, size_t n_bytes)
@@ -285,7 +146,7 @@ static bool measure_speculation(const struct engine_bench_options *o, int32_t dr
   int64_t n_tokens = 0, busy_us = 0;
   for (int64_t i = 0; status == SITS_OK && i < o->texts; i++) {
     int64_t n = passage(&ids, i, prompt);
-    struct sits_request *request = n > 0 ? submit(&run, prompt, n, (int32_t)o->output) : NULL;
+    struct sits_request *request = n > 0 ? engine_bench_submit(&run, prompt, n, (int32_t)o->output) : NULL;
     if (!request) break;
     struct sits_event e = {0};
     int64_t first_us = 0, last_us = 0;
@@ -351,8 +212,8 @@ static bool run_prefix(const struct engine_bench_options *o, json_t *rows)
   engine_bench_prompt(prompt, o->prompt, n_vocab, 5);
   for (int64_t i = 0; i < o->chats; i++) {
     engine_bench_prompt(prompt + o->prompt, 16, n_vocab, 1000 + (uint32_t)i);
-    struct sits_request *request = submit(&run, prompt, o->prompt + 16, 1);
-    for (struct stream s = {.request = request}; request && !s.is_done; engine_bench_nap()) take(&s, ttft, &(int64_t){0});
+    struct sits_request *request = engine_bench_submit(&run, prompt, o->prompt + 16, 1);
+    engine_bench_await(request);
     struct sits_request_timing t;
     sits_request_timing(request, &t);
     if (i == 0) first = (double)(t.first_token_us - t.submitted_us) * 1e-3;
@@ -390,7 +251,7 @@ int bench_engine(int argc, char **argv)
   json_t *out = bench_header("engine", argc, argv), *rows = json_array();
   bool is_good = o.model && out && rows;
   if (!o.model) fprintf(stderr, "sits2026-bench engine: needs --model\n");
-  if (is_good && strcmp(o.scenario, "stall") == 0) is_good = run_stall(&o, rows);
+  if (is_good && strcmp(o.scenario, "stall") == 0) is_good = engine_bench_stall(&o, rows);
   else if (is_good && strcmp(o.scenario, "speculation") == 0) is_good = run_speculation(&o, rows);
   else if (is_good && strcmp(o.scenario, "prefix") == 0) is_good = run_prefix(&o, rows);
   else if (is_good && strcmp(o.scenario, "classes") == 0) is_good = engine_bench_classes(&o, rows);

@@ -24,8 +24,14 @@ bool engine_bench_open(struct engine_run *run, const struct engine_bench_options
 /* n random ids, the same for the same seed. */
 void engine_bench_prompt(int32_t *tokens, int64_t n, int32_t n_vocab, uint32_t seed);
 void engine_bench_nap(void);
+/* One greedy choice of max_tokens, whatever its tokens. NULL after a message; released by the caller. */
+struct sits_request *engine_bench_submit(struct engine_run *run, const int32_t *prompt, int64_t n, int32_t max_tokens);
+/* Take its events until it has ended. NULL is fine. */
+void engine_bench_await(struct sits_request *request);
 
-/* engine_load.c: append their rows; false after a message. */
+/* engine_stall.c: append its rows; false after a message. */
+bool engine_bench_stall(const struct engine_bench_options *options, json_t *rows);
+/* engine_load.c: the same. */
 bool engine_bench_classes(const struct engine_bench_options *options, json_t *rows);
 bool engine_bench_tenants(const struct engine_bench_options *options, json_t *rows);
 /* engine_pair.c: the same */

@@ -12,6 +12,18 @@ struct scene {
 };
 
 static struct scene scene;
+static struct { int32_t n, n_sliced; } told;
+
+/* engine_options.on_step: the parts of a step are within it. */
+static void note_step(void *user, const struct engine_step_times *t)
+{
+  assert_ptr_equal(user, &told);
+  assert_true(t->n_decode > 0 || t->n_prompt_tokens > 0);
+  assert_true(t->batch_us > 0 && t->sliced_us >= 0 && t->sliced_us + t->batch_us <= t->step_us);
+  assert_true(t->slice_us > 0 || t->sliced_us == 0);
+  told.n++;
+  told.n_sliced += t->sliced_us > 0;
+}
 
 static struct sits_request *submit_class(const int32_t *prompt, int32_t n, int32_t max_tokens, enum sits_class service_class)
 {
@@ -51,6 +63,8 @@ static void open_scene(void)
   struct engine_options options = rig_options();
   options.vtable = fake_slicing_vtable();
   options.itl_target_us = 3000;
+  options.on_step = note_step;
+  options.step_user = &told;
   rig_open(&scene.rig, options, 64);
   for (int i = 0; i < STREAMS; i++) {
     rig_prompt(scene.prompts[i], SHORT, 40 + (uint32_t)i);
@@ -91,6 +105,7 @@ static void test_read_in_slices(void **state)
   (void)state;
   open_scene();
   int32_t n_steps = 0, before = scene.answers[0].n;
+  memset(&told, 0, sizeof told);
   for (; rig_drain(scene.longer, &scene.long_answer, 1) == 0 && n_steps < 5000; n_steps++) step();
   rig_expect(scene.prompt, LONG, 5, true, &expected);
   rig_same(&scene.long_answer, &expected);
@@ -98,6 +113,7 @@ static void test_read_in_slices(void **state)
                 atomic_load(&scene.rig.fake.n_slices), (int)(scene.answers[0].n - before));
   assert_true(atomic_load(&scene.rig.fake.n_lanes_begun) >= 2);
   assert_true(atomic_load(&scene.rig.fake.n_slices) > 10);
+  assert_true(told.n > 10 && told.n <= n_steps + 1 && told.n_sliced > told.n / 2);
   assert_true(scene.answers[0].n - before >= n_steps - 1 || scene.answers[0].n_finish == 1); /* a token each step */
   sits_request_release(scene.longer);
   close_scene();
