@@ -70,8 +70,7 @@ static int64_t projected_growth(const struct alps *alps, const struct alps_entry
 {
   int64_t whole = pages_for(alps, projected_tokens(alps, e)), budget = alps->options.page_budget;
   int64_t outputs = whole - e->n_prompt / alps->options.page_tokens;
-  if (budget > 0 && whole > budget) whole = budget;
-  if (budget > 0 && outputs > budget) outputs = budget;
+  if (budget > 0 && whole > budget) whole = outputs = budget; /* what drops blocks shares hardly a page any more */
   int64_t n = whole - e->n_pages + (e->request.width - 1) * outputs + e->copy_pages;
   return n > 0 ? n : 0;
 }

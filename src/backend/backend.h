@@ -21,8 +21,8 @@
 #define BACKEND_MAX_RANKS 8
 #define BACKEND_COMPRESS_TOKENS 256
 #define BACKEND_COMPRESS_GROUP 128 /* columns with one scale */
-#define KV_NO_PAGE (-1)            /* in a block table: the page was dropped, nobody attends to its tokens any more */
-#define KV_MASS_ONE 65536          /* unit of backend_batch.page_mass: the whole attention of one query head in one layer */
+#define KV_NO_PAGE (-1)            /* in a block table: the page is not whole any more; heads may still have its block (backend_blocks) */
+#define KV_GIVEN_ONE 65536         /* unit of backend_blocks.given: one query head gives all its attention to one token */
 
 struct backend;                    /* an open device */
 struct nodes_options;              /* backend/nodes.h: ranks in other processes */
@@ -31,7 +31,7 @@ struct backend_program;            /* a model compiled for it */
 struct backend_kv;                 /* its page memory */
 struct program;                    /* backend/program.h: what to run, device-independent */
 
-/* FP4_SPARSE: FP4's bytes, and sequences may lose pages (kv/kv.h). F32: exact, for verification. A backend may lack any. */
+/* FP4_SPARSE: FP4's bytes, and sequences may lose blocks of pages (kv/kv.h). F32: exact, for verification. A backend may lack any. */
 enum kv_codec { KV_F16, KV_INT8, KV_INT4, KV_FP4, KV_FP4_SPARSE, KV_F32, KV_CODEC_COUNT };
 
 struct backend_options {
@@ -74,6 +74,17 @@ struct backend_sample {
   float u;                         /* uniform in [0, 1) that decides */
 };
 
+/* FP4_SPARSE. A block is what a page holds of one kv head in one layer; its number is page * L*G + layer * G + head, and the block of any
+ * layer and head may lie at any number. Rows of the arrays are entries of the block table, columns layer * G + head. */
+struct backend_blocks {
+  const int32_t *numbers;          /* [entries][L*G] of entries that are KV_NO_PAGE: where layer and head find their block of that page, or
+                                      -1: nobody attends to it any more. NULL: the table has no such entry */
+  _Atomic uint64_t *given;         /* [entries][L*G] NULL: not wanted. For each token and query head of a kv head: the squares of its
+                                      attention to the block's tokens, summed and rounded to units of 1/KV_GIVEN_ONE, are added by the time
+                                      wait returns; only for entries that lie `nearest` pages or more before the token's own */
+  int32_t nearest;
+};
+
 /* One step's work; token t belongs to the sequence s with seq_start[s] <= t < seq_start[s+1]. */
 struct backend_batch {
   int32_t n_tokens;                /* T */
@@ -84,15 +95,12 @@ struct backend_batch {
   const int32_t *seq_start;        /* [S+1] */
   const int32_t *kv_len;           /* [S] tokens of the sequence in the cache once this step's are appended */
   const int32_t *block_table;      /* [S][table_stride] page ids; entry i holds positions i*P .. i*P+P-1. With FP4_SPARSE entries before
-                                      the first one that this step writes may be KV_NO_PAGE */
+                                      the first one that this step writes may be KV_NO_PAGE, where `blocks` says what is left */
   int32_t table_stride;
   const int32_t *row_token;        /* [R] ascending token indexes whose logits are wanted */
   const struct backend_sample *sample; /* [R]: draw on the device and give tokens; NULL: logits only. Where can_sample */
   bool wants_logits;               /* with sample: the logits too, for rows that the host draws */
-  /* FP4_SPARSE: where page_mass is not NULL, the attention that token t gives to the page of entry i, summed over layers and query heads
-   * and each rounded to units of 1/KV_MASS_ONE, is added to page_mass[mass_row[t] * table_stride + i] by the time wait returns. */
-  const int32_t *mass_row;         /* [T] */
-  _Atomic uint64_t *page_mass;     /* [rows][table_stride] */
+  const struct backend_blocks *blocks; /* [S] FP4_SPARSE; NULL: all pages are whole, and nothing is measured */
   void (*progress)(void *user);    /* called now and then while the batch computes, on any thread, before wait returns; NULL: not wanted.
                                       A backend whose batches take no longer than a second need not call it. */
   void *progress_user;
@@ -157,6 +165,9 @@ struct backend_vtable {
                                 struct sits_error *err);
   void (*kv_destroy)(struct backend_kv *kv);
   enum sits_status (*kv_copy_pages)(struct backend_kv *kv, const struct kv_copy *copies, int32_t n); /* for copy-on-write */
+  /* Copy blocks (backend_blocks) of whole pages, one after the other: {from, to}. NULL in a backend without FP4_SPARSE. A number out of
+   * range: SITS_INVALID_ARGUMENT, and nothing is copied. */
+  enum sits_status (*kv_copy_blocks)(struct backend_kv *kv, const int32_t (*copies)[2], int32_t n);
   enum sits_status (*kv_read_page)(struct backend_kv *kv, int32_t page, void *host);        /* swap out: kv_page_bytes bytes */
   enum sits_status (*kv_write_page)(struct backend_kv *kv, int32_t page, const void *host); /* swap in */
 

@@ -233,7 +233,7 @@ static uint64_t nodes_program_bytes(const struct backend_program *program)
 static uint64_t page_bytes_of(const struct backend_vtable *inner, const struct kv_geometry *geometry)
 {
   const struct kv_geometry share = kv_geometry_of_rank(geometry);
-  if (geometry->codec == KV_FP4_SPARSE) return 0; /* the attention that pages get would have to be summed over processes */
+  if (geometry->codec == KV_FP4_SPARSE) return 0; /* a block would have to move from one process's heads to another's */
   return inner->kv_page_bytes(&share) * (uint64_t)(geometry->n_ranks > 1 ? geometry->n_ranks : 1);
 }
 

@@ -43,7 +43,7 @@ bool node_step_write(const struct backend_batch *b, int32_t max_tokens, int32_t 
 {
   size_t sizes[N_ARRAYS];
   int32_t columns = 1;
-  if (b->page_mass != NULL) return false;
+  if (b->blocks != NULL) return false;
   *head = (struct node_step){b->n_tokens, b->n_seqs, b->n_rows, 1, b->sample != NULL, b->wants_logits};
   if (!is_within(head, max_tokens, max_seqs, max_columns)) return false;
   for (int32_t s = 0; s < b->n_seqs; s++) {

@@ -346,6 +346,7 @@ struct kv_geometry kv_geometry_of_rank(const struct kv_geometry *whole)
 static uint64_t ranks_page_bytes(const struct backend_vtable *inner, const struct kv_geometry *geometry)
 {
   const struct kv_geometry share = kv_geometry_of_rank(geometry);
+  if (geometry->codec == KV_FP4_SPARSE) return 0; /* a block would have to move from one rank's heads to another's */
   return inner->kv_page_bytes(&share) * (uint64_t)(geometry->n_ranks > 1 ? geometry->n_ranks : 1);
 }
 

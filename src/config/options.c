@@ -70,11 +70,11 @@ const struct option_spec options_table[] = {
 
     ENUM("kv-cache-dtype", kv_cache_dtype, "auto", "auto|f16|int8|int4|fp4|fp4-sparse", "KV cache",
          "How keys and values are stored. auto: what a file of sits2026-compile asks for, else f16. int4 and fp4 take about 0.3 of "
-         "f16's bytes at a small cost in quality; fp4-sparse is fp4 whose sequences drop the pages that get the least attention."),
+         "f16's bytes at a small cost in quality; fp4-sparse is fp4 whose sequences drop what heads look at least."),
     INT("kv-page-budget", kv_page_budget, "0", 0, 16777216, "pages", "KV cache",
-        "With fp4-sparse: most pages of 64 tokens that a sequence keeps, at least 8. The first, the newest four and those that got the "
-        "most attention stay. A page is 0.29 of f16's bytes. 0: half of the pages of max-model-len, so 15 % of f16's bytes. "
-        "Prefix caching, swapping and speculation are off with fp4-sparse."),
+        "With fp4-sparse: most pages of 64 tokens that a sequence keeps, at least 8. The first and the newest four stay; of the others "
+        "each attention head keeps what it looks at. A page is 0.29 of f16's bytes. 0: half of the pages of max-model-len, so 15 % "
+        "of f16's bytes. Prefix caching, swapping and speculation are off with fp4-sparse."),
     SIZE("kv-cache-memory", kv_cache_memory, "0", 0, 1e15, "KV cache",
          "Memory for KV pages, a draft model's among them. 0: enough for max-num-seqs sequences of full length, "
          "but at most half of the free memory, or what gpu-memory-utilization leaves on a GPU."),

@@ -53,9 +53,9 @@ static bool alloc_arrays(struct sits_engine *e)
   e->rows = mem_calloc(r, sizeof *e->rows);
   e->samples = mem_calloc(r, sizeof *e->samples);
   if (o->page_budget > 0) {
-    e->mass_row = mem_calloc(t, sizeof(int32_t));
-    e->page_mass = mem_calloc((t / KV_TOKENS + 2 * s) * (size_t)e->stride, sizeof *e->page_mass);
-    if (!e->mass_row || !e->page_mass) return false;
+    e->blocks = mem_calloc(s, sizeof *e->blocks);
+    e->blocks_slot = mem_calloc(s, sizeof *e->blocks_slot);
+    if (!e->blocks || !e->blocks_slot) return false;
   }
   return e->end_ids &&
          e->by_id && e->free_ids && e->deadlines && e->parked && e->news && e->moves && e->copies && e->to_draft && e->tokens &&
@@ -68,7 +68,8 @@ static enum sits_status create_parts(struct sits_engine *e, struct sits_error *e
   /* Prompts that the reader works on have slots of their own here. */
   int32_t n_slots = o->max_num_seqs + (o->reader ? 2 * o->reader->max_num_seqs : 0);
   struct kv_options kv = {.n_pages = o->geometry.n_pages, .n_slots = n_slots, .max_pages = e->stride,
-                          .n_host_pages = o->n_host_pages, .prefix_caching = o->prefix_caching, .page_budget = o->page_budget};
+                          .n_host_pages = o->n_host_pages, .prefix_caching = o->prefix_caching, .page_budget = o->page_budget,
+                          .n_columns = o->geometry.n_layers * o->geometry.n_kv_heads};
   struct alps_options alps = {.policy = o->policy, .max_entries = e->max_entries,
                               .max_seqs = o->max_num_seqs, .max_batch_tokens = o->max_num_batched_tokens, .max_rows = o->max_rows,
                               .page_tokens = KV_TOKENS, .n_pages = o->geometry.n_pages, .page_budget = o->page_budget,
@@ -182,8 +183,8 @@ void engine_destroy(struct sits_engine *e)
   mem_free(e->kv_len);
   mem_free(e->tables);
   mem_free(e->row_token);
-  mem_free(e->mass_row);
-  mem_free((void *)e->page_mass);
+  mem_free(e->blocks);
+  mem_free(e->blocks_slot);
   mem_free(e->samples);
   mem_free(e->rows);
   pthread_cond_destroy(&e->idle_cond);

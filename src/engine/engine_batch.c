@@ -6,6 +6,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "engine/engine_internal.h"
+#include "engine/page_budget.h"
 
 /* Rule 3 of engine.h: a choice whose ring might overflow in this step stays out of it. One place per choice is kept for its end. */
 static bool is_short_of_room(const struct sits_engine *engine, const struct sits_request *request)
@@ -239,16 +240,6 @@ static void add_rows(struct sits_engine *engine, int32_t item, const struct engi
   }
 }
 
-/* With a page budget: a row of page_mass for each page that the item's queries lie in. */
-static void add_mass_rows(struct sits_engine *engine, const struct engine_choice *choice, int32_t first_token, int32_t n_tokens)
-{
-  for (int32_t i = 0; i < n_tokens; i++) {
-    if (i > 0 && (choice->n_computed + i) % KV_TOKENS == 0) engine->n_mass_rows++;
-    engine->mass_row[first_token + i] = engine->n_mass_rows;
-  }
-  engine->n_mass_rows++;
-}
-
 static void add_item(struct sits_engine *engine, int32_t item)
 {
   struct alps_item *it = &engine->plan.items[item];
@@ -270,7 +261,10 @@ static void add_item(struct sits_engine *engine, int32_t item)
   batch->n_seqs++;
   engine->seq_start[s + 1] = batch->n_tokens;
   add_rows(engine, item, choice, first_token);
-  if (engine->page_mass) add_mass_rows(engine, choice, first_token, it->n_tokens);
+  if (engine->blocks) {
+    engine->blocks[s] = page_budget_blocks(engine->pages, choice->slot);
+    engine->blocks_slot[s] = choice->slot;
+  }
 }
 
 /* Block tables come last, once reserving can no longer change them; the stride is the longest of this batch. */
@@ -325,16 +319,11 @@ void engine_build(struct sits_engine *engine)
 {
   engine->batch = (struct backend_batch){.tokens = engine->tokens, .positions = engine->positions, .seq_start = engine->seq_start,
                                          .kv_len = engine->kv_len, .block_table = engine->tables, .row_token = engine->row_token,
-                                         .progress = engine_beat, .progress_user = engine};
-  engine->n_moves = engine->n_mass_rows = 0;
+                                         .blocks = engine->blocks, .progress = engine_beat, .progress_user = engine};
+  engine->n_moves = 0;
   engine->seq_start[0] = 0;
   for (int32_t i = 0; i < engine->plan.n_items; i++) add_item(engine, i);
   add_tables(engine);
-  if (engine->page_mass) {
-    engine->batch.mass_row = engine->mass_row;
-    engine->batch.page_mass = engine->page_mass;
-    memset((void *)engine->page_mass, 0, (size_t)engine->n_mass_rows * (size_t)engine->batch.table_stride * sizeof *engine->page_mass);
-  }
   ask_device(engine);
 }
 
@@ -342,7 +331,10 @@ enum sits_status engine_submit_batch(struct sits_engine *engine)
 {
   const struct engine_options *o = &engine->options;
   enum sits_status status = SITS_OK;
-  if (engine->n_moves > 0) {
+  /* Blocks first: the page that they leave may be one that a page is copied to. */
+  for (int32_t s = 0; engine->blocks && s < engine->batch.n_seqs && status == SITS_OK; s++)
+    status = page_budget_copy(engine->pages, engine->blocks_slot[s], o->vtable, o->kv);
+  if (status == SITS_OK && engine->n_moves > 0) {
     for (int32_t i = 0; i < engine->n_moves; i++) {
       engine->copies[i] = (struct kv_copy){.from_page = engine->moves[i].from_page, .to_page = engine->moves[i].to_page};
     }

@@ -184,9 +184,8 @@ struct sits_engine {
   struct backend_batch batch;     /* [loop] arrays below */
   int32_t *tokens, *positions, *seq_start, *kv_len, *tables, *row_token;
   struct engine_row *rows;        /* [loop] [max_rows] */
-  int32_t *mass_row;              /* [loop] [max_num_batched_tokens] with a page budget, else NULL */
-  _Atomic uint64_t *page_mass;    /* [loop] [most rows][stride] the same */
-  int32_t n_mass_rows;            /* [loop] of this batch: a row for each sequence and page that its queries lie in */
+  struct backend_blocks *blocks;  /* [loop] [max_num_seqs] with a page budget, else NULL */
+  int32_t *blocks_slot;           /* [loop] [max_num_seqs] the same: whose they are, in the order of their kv_reserve */
   struct backend_sample *samples; /* [loop] [max_rows] where the device draws */
   struct engine_slice slice;
   int64_t step_started_us, last_step_end_us, compute_us; /* [loop] */

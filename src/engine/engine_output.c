@@ -203,7 +203,7 @@ static void update_entry(struct sits_engine *engine, const struct engine_choice 
 {
   const int32_t *pages;
   int32_t n_pages = kv_pages(engine->pages, choice->slot, &pages);
-  alps_update(engine->alps, choice->id, engine_known(choice), choice->n_computed, n_pages, kv_must_copy(engine->pages, choice->slot));
+  alps_update(engine->alps, choice->id, engine_known(choice), choice->n_computed, n_pages, kv_extra(engine->pages, choice->slot));
 }
 
 static void commit(struct sits_engine *engine, struct engine_choice *choice, int32_t n_tokens)
@@ -276,15 +276,6 @@ static void draw_rows(struct sits_engine *engine, struct engine_choice *choice, 
   else update_entry(engine, choice);
 }
 
-/* With a page budget: what the item's queries gave to the sequence's pages, page by page of queries. Returns the next item's first row. */
-static int32_t credit_pages(struct sits_engine *engine, const struct engine_choice *choice, int32_t n_tokens, int32_t row)
-{
-  int32_t first = choice->n_computed / KV_TOKENS, last = (choice->n_computed + n_tokens - 1) / KV_TOKENS;
-  for (int32_t page = first; page <= last; page++, row++)
-    kv_credit(engine->pages, choice->slot, page, engine->page_mass + (int64_t)row * engine->batch.table_stride);
-  return row;
-}
-
 static void count_compute(struct sits_engine *engine, struct sits_request *request)
 {
   if (request->counted_step == engine->stats.n_steps) return;
@@ -295,7 +286,7 @@ static void count_compute(struct sits_engine *engine, struct sits_request *reque
 void engine_outputs(struct sits_engine *engine, const struct backend_result *result)
 {
   const struct backend_batch *batch = &engine->batch;
-  int32_t r = 0, mass_row = 0;
+  int32_t r = 0;
   if (result->tokens) take_drawn(engine, result->tokens);
   engine->logits = result->logits;
   if (result->logits) engine_pool_run(engine->pool, &engine->sampler, batch->n_rows, make_row, engine);
@@ -305,7 +296,6 @@ void engine_outputs(struct sits_engine *engine, const struct backend_result *res
     struct sits_request *request = choice->request;
     if (item->n_tokens == 0) continue;
     count_compute(engine, request);
-    if (engine->page_mass) mass_row = credit_pages(engine, choice, item->n_tokens, mass_row);
     for (; r < batch->n_rows && engine->rows[r].item == i && engine->rows[r].is_prompt; r++) {
       prompt_row(engine, request, &engine->rows[r]);
     }

@@ -7,17 +7,20 @@
  *   index   finds full pages again by content: an entry's key is (tenant, salt, parent entry, the page's tokens), compared in full,
  *           so a hit is exact and never crosses tenants. Cached pages are indexed pages that no table names, in LRU order.
  *   host    page-sized places in host memory that swapped sequences rest in.
- *   budget  most pages that a sequence may hold; the least worthy of its whole ones is dropped when it would need more (kv_sparse.h).
+ *   block   what a page holds of one kv head in one layer; its number is page * n_columns + layer * heads + head (a column).
+ *   budget  most pages that a sequence may hold; a page's worth of its blocks is dropped when it would need more (kv_sparse.h).
+ *   mixed   page of a sequence under a budget that holds what is left of several: its blocks lie anywhere, its entries are KV_DROPPED.
  *
  * Rules (checked by kv_check)
  *   1. free + cached + referenced = total.
- *   2. A page's reference count = the number of block tables naming it.
+ *   2. A page's reference count = the number of block tables, and of sequences' mixed pages, naming it.
  *   3. Only the last page of a sequence is partial; full pages are never written again.
  *   4. A shared page is never written: kv_reserve gives the writer its own copy first (copy-on-write).
  *   5. An entry of the index names a full page; no two entries have the same key.
  *   6. Reserve before commit: kv_reserve either gets all pages that a step needs or changes nothing.
  *   7. With a budget no sequence holds more pages than that. What it computed after a drop differs from what others would compute, and what
- *      its pages are worth is not known to others, so nothing is indexed or swapped then.
+ *      its blocks are worth is not known to others, so nothing is indexed or swapped then.
+ *   8. Each block of a sequence's mixed pages is the block of one dropped entry and column.
  * Threads: none of its own; one thread (the engine's) calls. Nothing allocates after kv_create.
  */
 #ifndef SITS_KV_KV_H
@@ -40,10 +43,18 @@ struct kv_options {
   int32_t n_host_pages;     /* places for swapped pages, 0 = no swapping */
   bool prefix_caching;      /* ignored with a page budget */
   int32_t page_budget;      /* pages of a sequence, at least KV_LEAST_BUDGET; 0 = no limit */
+  int32_t n_columns;        /* with a page budget: blocks of a page, layers * kv heads */
 };
 
 /* A page whose bytes must be copied before the next batch runs. */
 struct kv_move { int32_t from_page, to_page; };
+
+/* What a backend needs to know about a sequence under a budget. Rows are entries of the block table. */
+struct kv_blocks {
+  const int32_t *numbers;   /* [table][n_columns] of dropped entries: where the block lies, KV_DROPPED: it is gone; NULL: none is dropped */
+  _Atomic uint64_t *given;  /* [table][n_columns] squares of attention that blocks get, to be added to before kv_commit ... */
+  int32_t nearest;          /* ... by queries so many pages behind the block's, or more */
+};
 
 /* Who a sequence's pages may be shared with. */
 struct kv_owner { uint64_t tenant, salt; };
@@ -56,7 +67,7 @@ struct kv_counts {
   int32_t n_host_total, n_host_free;
   uint64_t query_tokens, hit_tokens;  /* prefix look-ups, in tokens, since creation */
   uint64_t n_evicted;
-  uint64_t n_dropped;                 /* pages that sequences gave up for their budget */
+  uint64_t n_dropped;                 /* pages that sequences gave up for their budget, in blocks of several */
 };
 
 enum sits_status kv_create(const struct kv_options *options, struct kv **out) SITS_MUST_CHECK;
@@ -73,15 +84,19 @@ int32_t kv_attach_uncounted(struct kv *kv, int32_t slot, const int32_t *tokens, 
 int32_t kv_match(const struct kv *kv, struct kv_owner owner, const int32_t *tokens, int32_t n);
 /* Pages that kv_reserve(slot, n_tokens) would take from free and cached ones. */
 int32_t kv_need(const struct kv *kv, int32_t slot, int32_t n_tokens);
-/* Whether the next write will need a page of its own for a shared last page (copy-on-write). */
-bool kv_must_copy(const struct kv *kv, int32_t slot);
-/* Make positions [committed, n_tokens) writable. At most one move is added at *move (and *n_moves raised). SITS_AGAIN: nothing changed. */
+/* Pages that the next write takes beyond those of its new positions: one for a shared last page (copy-on-write); when blocks will be
+ * dropped, one for each shared page that others close ranks in, less the one that becomes free. */
+int32_t kv_extra(const struct kv *kv, int32_t slot);
+/* Make positions [committed, n_tokens) writable; with a budget, drop blocks first when all allowed pages are full. At most one move is
+ * added at *move (and *n_moves raised). SITS_AGAIN: nothing changed. */
 enum sits_status kv_reserve(struct kv *kv, int32_t slot, int32_t n_tokens, struct kv_move *move, int32_t *n_moves) SITS_MUST_CHECK;
-/* The next n positions now hold these tokens. Pages that fill up are indexed; reserved pages beyond the last token are given back. With a
- * budget, once its last allowed page is full, the slot drops the one that is worth least. */
+/* With a budget: the blocks, {from, to}, that must be copied since the slot's newest kv_reserve: before the moves, before what later
+ * kv_reserve calls ask for, one after the other. *copies borrowed until the slot's next kv_reserve. Returns how many. */
+int32_t kv_block_copies(const struct kv *kv, int32_t slot, const int32_t (**copies)[2]);
+/* With a budget, for a batch over reserved positions; *out borrowed until the slot's next kv_reserve. */
+void kv_blocks(const struct kv *kv, int32_t slot, struct kv_blocks *out);
+/* The next n positions now hold these tokens. Pages that fill up are indexed; reserved pages beyond the last token are given back. */
 void kv_commit(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n);
-/* With a budget, before kv_commit: what the slot's queries in page number query_page gave to its pages, mass[0..query_page]. */
-void kv_credit(struct kv *kv, int32_t slot, int32_t query_page, const _Atomic uint64_t *mass);
 /* A second sequence with the same content: pages are shared, the partial one until either writes. SITS_AGAIN when no slot is left. */
 enum sits_status kv_fork(struct kv *kv, int32_t slot, int32_t *out) SITS_MUST_CHECK;
 /* Give the slot back. Its indexed pages stay cached until they are needed. */
@@ -96,7 +111,7 @@ void kv_swap_free(struct kv *kv, struct kv_swapped *swapped); /* after copying b
 int32_t kv_tokens(const struct kv *kv, int32_t slot);        /* committed */
 /* Length of the slot's table; *pages borrowed until the next call that changes it. With a budget some entries may be KV_DROPPED. */
 int32_t kv_pages(const struct kv *kv, int32_t slot, const int32_t **pages);
-int32_t kv_held(const struct kv *kv, int32_t slot);          /* entries of the table that are not dropped */
+int32_t kv_held(const struct kv *kv, int32_t slot);          /* pages: entries of the table that are not dropped, and mixed ones */
 int32_t kv_available(const struct kv *kv);                   /* free + cached pages */
 void kv_counts(const struct kv *kv, struct kv_counts *out);
 /* Forget all cached pages (they become free). */

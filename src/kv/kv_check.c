@@ -1,6 +1,7 @@
 /* The rules of kv.h, checked by counting from scratch. A broken rule means memory of one sequence could be read by another, so the
  * process stops at once, with the rule and the page in the log. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/log.h"
 #include "base/mem.h"
@@ -11,6 +12,27 @@ static void require(bool holds, const char *rule, int32_t page)
   if (holds) return;
   log_error("kv", "invariant broken rule=\"%s\" page_or_slot=%d", rule, page);
   abort();
+}
+
+/* Each block of the slot's mixed pages belongs to one dropped entry and column. is_used: [N][n_columns], zero before and after. */
+static void check_blocks(const struct kv *kv, int32_t slot, int32_t *n_named, uint8_t *is_used)
+{
+  const struct kv_slot *s = &kv->slots[slot];
+  const int32_t n_columns = kv->options.n_columns, *mixed = kv_mixed(kv, slot), *number = kv_numbers(kv, slot);
+  int64_t n_blocks = 0;
+  for (int32_t k = 0; k < s->n_mixed; k++) n_named[mixed[k]]++;
+  for (int32_t i = 0; i < s->n_pages; i++)
+    for (int32_t c = 0; c < n_columns; c++, number++) {
+      if (kv_table(kv, slot)[i] != KV_DROPPED || *number == KV_DROPPED) continue;
+      int32_t k = 0;
+      while (k < s->n_mixed && mixed[k] != *number / n_columns) k++;
+      require(*number >= 0 && k < s->n_mixed, "a block that is left lies in a mixed page", slot);
+      require(!is_used[*number], "a block has one entry and column", slot);
+      is_used[*number] = 1;
+      n_blocks++;
+    }
+  require(n_blocks == (int64_t)s->n_mixed * n_columns, "mixed pages are full", slot);
+  for (int32_t k = 0; k < s->n_mixed; k++) memset(is_used + (int64_t)mixed[k] * n_columns, 0, (size_t)n_columns);
 }
 
 static void check_tables(const struct kv *kv, int32_t *n_named)
@@ -36,7 +58,9 @@ static void check_tables(const struct kv *kv, int32_t *n_named)
       if (i > 0 && i >= kv_pages_for(s->n_tokens)) require(kv->pages[page].n_refs == 1, "a reserved page is private", page);
     }
     require(n_dropped == s->n_dropped, "a slot's count of dropped pages is right", slot);
-    require(kv->options.page_budget == 0 || kv_held(kv, slot) <= kv->options.page_budget, "a sequence keeps to its budget", slot);
+    if (kv->options.page_budget == 0) continue;
+    require(kv_held(kv, slot) <= kv->options.page_budget, "a sequence keeps to its budget", slot);
+    check_blocks(kv, slot, n_named, kv->budget.is_used);
   }
   require(n_open + kv->n_slots_free == kv->options.n_slots, "open + free slots = all", n_open);
 }

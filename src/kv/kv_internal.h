@@ -1,5 +1,6 @@
 /* Inside of the KV bookkeeping; only files in src/kv include it. kv_pool.c: pages and their three states. kv_index.c: content index.
- * kv_seq.c: slots and block tables. kv_sparse.c: what a page is worth. kv_swap.c: host places. kv_check.c: the rules. */
+ * kv_seq.c: slots and block tables. kv_budget.c: what a sequence keeps under a budget. kv_sparse.c: which blocks go. kv_swap.c: host
+ * places. kv_check.c: the rules. */
 #ifndef SITS_KV_KV_INTERNAL_H
 #define SITS_KV_KV_INTERNAL_H
 
@@ -23,7 +24,18 @@ struct kv_slot {
   uint64_t last_serial;      /* of the entry that stands for page n_indexed - 1 */
   struct kv_owner owner;
   int32_t n_dropped;         /* entries of its table that are KV_DROPPED */
-  int32_t query_page;        /* newest that was credited */
+  int32_t n_mixed;           /* pages that hold what is left of them */
+  int32_t n_copies;          /* of blocks, by the newest kv_reserve */
+};
+
+/* What only a budget needs. */
+struct kv_budget {
+  int32_t *numbers;          /* [n_slots][max_pages][n_columns] of dropped entries: where their blocks lie */
+  _Atomic uint64_t *given;   /* [n_slots][max_pages][n_columns] */
+  int32_t *mixed;            /* [n_slots][page_budget] pages */
+  int32_t (*copies)[2];      /* [n_slots][page_budget * n_columns] */
+  uint32_t *worths;          /* [page_budget * n_columns] scratch */
+  uint8_t *is_used;          /* [N][n_columns] scratch, zero between calls */
 };
 
 struct kv {
@@ -38,7 +50,7 @@ struct kv {
   uint64_t next_serial;
   struct kv_slot *slots;     /* [n_slots] */
   int32_t *tables;           /* [n_slots][max_pages] */
-  uint64_t *worth;           /* [n_slots][max_pages] with a budget, else NULL */
+  struct kv_budget budget;   /* NULLs without one */
   int32_t *slot_stack;       /* free slots */
   int32_t n_slots_free;
   int32_t *host_next;        /* [n_host_pages] chains of places; free ones are chained too */
@@ -51,9 +63,19 @@ static inline int32_t *kv_table(const struct kv *kv, int32_t slot)
   return kv->tables + (int64_t)slot * kv->options.max_pages;
 }
 
-static inline uint64_t *kv_worth(const struct kv *kv, int32_t slot)
+static inline int32_t *kv_numbers(const struct kv *kv, int32_t slot)
 {
-  return kv->worth + (int64_t)slot * kv->options.max_pages;
+  return kv->budget.numbers + (int64_t)slot * kv->options.max_pages * kv->options.n_columns;
+}
+
+static inline _Atomic uint64_t *kv_given(const struct kv *kv, int32_t slot)
+{
+  return kv->budget.given + (int64_t)slot * kv->options.max_pages * kv->options.n_columns;
+}
+
+static inline int32_t *kv_mixed(const struct kv *kv, int32_t slot)
+{
+  return kv->budget.mixed + (int64_t)slot * kv->options.page_budget;
 }
 
 static inline int32_t *kv_page_tokens(const struct kv *kv, int32_t page)
@@ -70,6 +92,15 @@ int32_t kv_page_take(struct kv *kv);               /* a free page, or the oldest
 void kv_page_ref(struct kv *kv, int32_t page);
 void kv_page_unref(struct kv *kv, int32_t page);   /* at 0: cached when indexed, else free */
 void kv_lru_remove(struct kv *kv, int32_t page);
+
+bool kv_budget_create(struct kv *kv);              /* false: no memory */
+void kv_budget_destroy(struct kv *kv);
+bool kv_budget_is_full(const struct kv *kv, int32_t slot); /* all allowed pages are full: the next write drops blocks first */
+int32_t kv_budget_extra(const struct kv *kv, int32_t slot); /* kv_extra of a slot that is full */
+void kv_budget_drop(struct kv *kv, int32_t slot);  /* of a slot that is full, with kv_budget_extra pages there: a page's worth of blocks */
+void kv_budget_begin_page(struct kv *kv, int32_t slot, int32_t entry);
+void kv_budget_fork(struct kv *kv, int32_t from, int32_t to); /* references too */
+void kv_budget_close(struct kv *kv, int32_t slot);
 
 int32_t kv_index_find(const struct kv *kv, struct kv_owner owner, uint64_t parent, const int32_t *tokens); /* -1 none */
 uint64_t kv_index_add(struct kv *kv, int32_t page, struct kv_owner owner, uint64_t parent); /* its serial, or that of its twin */

@@ -30,7 +30,7 @@ static void link_all_free(struct kv *kv)
 enum sits_status kv_create(const struct kv_options *options, struct kv **out)
 {
   if (options->n_pages <= 0 || options->n_slots <= 0 || options->max_pages <= 0 || options->n_host_pages < 0 ||
-      (options->page_budget != 0 && options->page_budget < KV_LEAST_BUDGET))
+      (options->page_budget != 0 && (options->page_budget < KV_LEAST_BUDGET || options->n_columns < 1)))
     return SITS_INVALID_ARGUMENT;
   struct kv *kv = mem_calloc(1, sizeof *kv);
   if (!kv) return SITS_NOMEM;
@@ -48,9 +48,8 @@ enum sits_status kv_create(const struct kv_options *options, struct kv **out)
   kv->slot_stack = mem_calloc((size_t)options->n_slots, sizeof(int32_t));
   kv->tables = mem_calloc((size_t)options->n_slots * (size_t)options->max_pages, sizeof(int32_t));
   kv->host_next = mem_calloc((size_t)options->n_host_pages + 1, sizeof(int32_t));
-  if (options->page_budget > 0) kv->worth = mem_calloc((size_t)options->n_slots * (size_t)options->max_pages, sizeof *kv->worth);
   if (!kv->pages || !kv->page_tokens || !kv->free_stack || !kv->buckets || !kv->slots || !kv->slot_stack || !kv->tables || !kv->host_next ||
-      (options->page_budget > 0 && !kv->worth)) {
+      !kv_budget_create(kv)) {
     kv_destroy(kv);
     return SITS_NOMEM;
   }
@@ -69,7 +68,7 @@ void kv_destroy(struct kv *kv)
   mem_free(kv->slots);
   mem_free(kv->slot_stack);
   mem_free(kv->tables);
-  mem_free(kv->worth);
+  kv_budget_destroy(kv);
   mem_free(kv->host_next);
   mem_free(kv);
 }

@@ -1,4 +1,4 @@
-/* Slots and block tables: open, attach a known prefix, reserve, commit and drop, fork, close. */
+/* Slots and block tables: open, attach a known prefix, reserve, commit, fork, close. */
 #include <assert.h>
 #include <string.h>
 
@@ -9,7 +9,6 @@ enum sits_status kv_open(struct kv *kv, struct kv_owner owner, int32_t *slot)
   if (kv->n_slots_free == 0) return SITS_AGAIN;
   int32_t s = kv->slot_stack[--kv->n_slots_free];
   kv->slots[s] = (struct kv_slot){.is_open = true, .owner = owner};
-  if (kv->worth) memset(kv_worth(kv, s), 0, (size_t)kv->options.max_pages * sizeof *kv->worth);
   *slot = s;
   return SITS_OK;
 }
@@ -61,11 +60,17 @@ int32_t kv_attach(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
   return n_found;
 }
 
-bool kv_must_copy(const struct kv *kv, int32_t slot)
+static bool must_copy(const struct kv *kv, int32_t slot)
 {
   const struct kv_slot *s = &kv->slots[slot];
   if (s->n_tokens % KV_TOKENS == 0) return false;
   return kv->pages[kv_table(kv, slot)[s->n_tokens / KV_TOKENS]].n_refs > 1;
+}
+
+int32_t kv_extra(const struct kv *kv, int32_t slot)
+{
+  if (must_copy(kv, slot)) return 1;
+  return kv_budget_is_full(kv, slot) ? kv_budget_extra(kv, slot) : 0;
 }
 
 int32_t kv_need(const struct kv *kv, int32_t slot, int32_t n_tokens)
@@ -73,7 +78,7 @@ int32_t kv_need(const struct kv *kv, int32_t slot, int32_t n_tokens)
   const struct kv_slot *s = &kv->slots[slot];
   int32_t n_new = kv_pages_for(n_tokens) - s->n_pages;
   if (n_new < 0) n_new = 0;
-  return n_new + (n_tokens > s->n_tokens && kv_must_copy(kv, slot) ? 1 : 0);
+  return n_new + (n_tokens > s->n_tokens ? kv_extra(kv, slot) : 0);
 }
 
 enum sits_status kv_reserve(struct kv *kv, int32_t slot, int32_t n_tokens, struct kv_move *move, int32_t *n_moves)
@@ -82,7 +87,9 @@ enum sits_status kv_reserve(struct kv *kv, int32_t slot, int32_t n_tokens, struc
   assert(s->is_open);
   if (kv_pages_for(n_tokens) > kv->options.max_pages || kv_need(kv, slot, n_tokens) > kv_available(kv)) return SITS_AGAIN;
   int32_t *table = kv_table(kv, slot);
-  if (n_tokens > s->n_tokens && kv_must_copy(kv, slot)) {
+  s->n_copies = 0;
+  if (n_tokens > s->n_tokens && kv_budget_is_full(kv, slot)) kv_budget_drop(kv, slot);
+  if (n_tokens > s->n_tokens && must_copy(kv, slot)) {
     int32_t *last = &table[s->n_tokens / KV_TOKENS];
     int32_t copy = kv_page_take(kv);
     memcpy(kv_page_tokens(kv, copy), kv_page_tokens(kv, *last), KV_TOKENS * sizeof(int32_t));
@@ -91,31 +98,16 @@ enum sits_status kv_reserve(struct kv *kv, int32_t slot, int32_t n_tokens, struc
     kv_page_unref(kv, *last);
     *last = copy;
   }
-  while (s->n_pages < kv_pages_for(n_tokens)) table[s->n_pages++] = kv_page_take(kv);
+  for (; s->n_pages < kv_pages_for(n_tokens); s->n_pages++) {
+    table[s->n_pages] = kv_page_take(kv);
+    if (kv->options.page_budget > 0) kv_budget_begin_page(kv, slot, s->n_pages);
+  }
   return SITS_OK;
 }
 
 int32_t kv_held(const struct kv *kv, int32_t slot)
 {
-  return kv->slots[slot].n_pages - kv->slots[slot].n_dropped;
-}
-
-void kv_credit(struct kv *kv, int32_t slot, int32_t query_page, const _Atomic uint64_t *mass)
-{
-  kv_sparse_add(kv_worth(kv, slot), &kv->slots[slot].query_page, query_page, mass);
-}
-
-/* The next token will need a page: make room for it within the budget. */
-static void keep_budget(struct kv *kv, int32_t slot)
-{
-  struct kv_slot *s = &kv->slots[slot];
-  int32_t *table = kv_table(kv, slot), n_whole = s->n_tokens / KV_TOKENS;
-  if (kv->options.page_budget == 0 || s->n_tokens % KV_TOKENS != 0 || kv_held(kv, slot) < kv->options.page_budget) return;
-  int32_t at = kv_sparse_least(kv_worth(kv, slot), table, n_whole);
-  kv_page_unref(kv, table[at]);
-  table[at] = KV_DROPPED;
-  s->n_dropped++;
-  kv->n_dropped++;
+  return kv->slots[slot].n_pages - kv->slots[slot].n_dropped + kv->slots[slot].n_mixed;
 }
 
 void kv_commit(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
@@ -138,7 +130,6 @@ void kv_commit(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n)
     }
   }
   while (s->n_pages > kv_pages_for(s->n_tokens)) kv_page_unref(kv, table[--s->n_pages]);
-  keep_budget(kv, slot);
 }
 
 enum sits_status kv_fork(struct kv *kv, int32_t slot, int32_t *out)
@@ -152,7 +143,7 @@ enum sits_status kv_fork(struct kv *kv, int32_t slot, int32_t *out)
   memcpy(kv_table(kv, twin), kv_table(kv, slot), (size_t)from->n_pages * sizeof(int32_t));
   for (int32_t i = 0; i < from->n_pages; i++)
     if (kv_table(kv, twin)[i] != KV_DROPPED) kv_page_ref(kv, kv_table(kv, twin)[i]);
-  if (kv->worth) memcpy(kv_worth(kv, twin), kv_worth(kv, slot), (size_t)from->n_pages * sizeof *kv->worth);
+  if (kv->options.page_budget > 0) kv_budget_fork(kv, slot, twin);
   *out = twin;
   return SITS_OK;
 }
@@ -166,6 +157,7 @@ void kv_close(struct kv *kv, int32_t slot)
     int32_t page = kv_table(kv, slot)[--s->n_pages];
     if (page != KV_DROPPED) kv_page_unref(kv, page);
   }
+  if (kv->options.page_budget > 0) kv_budget_close(kv, slot);
   s->is_open = false;
   kv->slot_stack[kv->n_slots_free++] = slot;
 }

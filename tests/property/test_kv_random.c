@@ -12,18 +12,23 @@
 
 #include "base/mem.h"
 #include "kv/kv.h"
+#include "ref/ref_sparse.h"
 
-enum { N_PAGES = 30, N_SLOTS = 6, MAX_PAGES = 14, MAX_TOKENS = MAX_PAGES * KV_TOKENS, N_HOST = 12, N_SWAPPED = 3, N_STEMS = 4 };
+enum { COLUMNS = 3, N_PAGES = 30, N_SLOTS = 6, MAX_PAGES = 14, MAX_TOKENS = MAX_PAGES * KV_TOKENS,
+       N_HOST = 12, N_SWAPPED = 3, N_STEMS = 4 };
 
 struct sequence {
   bool is_open, is_checked;
   int32_t slot, n, stem;
   int32_t tokens[MAX_TOKENS];
   struct kv_owner owner;
-  uint64_t worth[MAX_PAGES];  /* with a budget: what the model thinks of its pages */
-  bool gone[MAX_PAGES];
-  int32_t newest_query;
+  uint64_t given[MAX_PAGES][COLUMNS]; /* with a budget: what its blocks got */
+  bool gone[MAX_PAGES][COLUMNS];
+  int32_t n_drops;
 };
+
+/* Memory keeps whose each block is. */
+struct block { int32_t column, tokens[KV_TOKENS]; };
 
 struct world {
   struct kv *kv;
@@ -31,9 +36,9 @@ struct world {
   struct sequence sequences[N_SLOTS];
   struct sequence resting[N_SWAPPED];
   struct kv_swapped swapped[N_SWAPPED];
-  int32_t memory[N_PAGES][KV_TOKENS], host[N_HOST][KV_TOKENS];
+  struct block memory[N_PAGES][COLUMNS], host[N_HOST][COLUMNS];
   int32_t budget;             /* pages of a sequence, 0 = no limit */
-  int64_t n_attached, n_moves, n_again, n_swaps, n_dropped;
+  int64_t n_attached, n_moves, n_again, n_swaps, n_dropped, n_unshared;
 };
 
 static uint32_t draw(struct world *w, uint32_t n)
@@ -48,6 +53,18 @@ static int32_t token_at(const struct sequence *s, int32_t i)
   return s->stem * 100000 + i;
 }
 
+/* Where a column of the sequence finds its block of an entry; NULL: it is gone. */
+static struct block *block_of(struct world *w, const struct sequence *s, int32_t entry, int32_t column)
+{
+  const int32_t *pages;
+  struct kv_blocks blocks;
+  kv_pages(w->kv, s->slot, &pages);
+  if (pages[entry] != KV_DROPPED) return &w->memory[pages[entry]][column];
+  kv_blocks(w->kv, s->slot, &blocks);
+  const int32_t number = blocks.numbers[entry * COLUMNS + column];
+  return number == KV_DROPPED ? NULL : &w->memory[0][0] + number;
+}
+
 static void expect_content(struct world *w, const struct sequence *s)
 {
   const int32_t *pages;
@@ -56,9 +73,13 @@ static void expect_content(struct world *w, const struct sequence *s)
   assert_true(n_pages * KV_TOKENS >= s->n);
   for (int32_t i = 0; i < s->n; i += KV_TOKENS) {
     int32_t n = s->n - i < KV_TOKENS ? s->n - i : KV_TOKENS;
-    assert_int_equal(pages[i / KV_TOKENS] == KV_DROPPED, s->gone[i / KV_TOKENS]);
-    if (s->gone[i / KV_TOKENS]) continue;
-    assert_memory_equal(w->memory[pages[i / KV_TOKENS]], s->tokens + i, (size_t)n * sizeof(int32_t));
+    for (int32_t c = 0; c < COLUMNS; c++) {
+      const struct block *block = block_of(w, s, i / KV_TOKENS, c);
+      assert_int_equal(block == NULL, s->gone[i / KV_TOKENS][c]);
+      if (block == NULL) continue;
+      assert_int_equal(block->column, c);
+      assert_memory_equal(block->tokens, s->tokens + i, (size_t)n * sizeof(int32_t));
+    }
   }
 }
 
@@ -66,8 +87,8 @@ static void do_open(struct world *w, struct sequence *s)
 {
   s->owner = (struct kv_owner){.tenant = draw(w, 2), .salt = draw(w, 8) == 0};
   s->stem = (int32_t)draw(w, N_STEMS);
-  s->n = s->newest_query = 0;
-  memset(s->worth, 0, sizeof s->worth);
+  s->n = s->n_drops = 0;
+  memset(s->given, 0, sizeof s->given);
   memset(s->gone, 0, sizeof s->gone);
   if (kv_open(w->kv, s->owner, &s->slot) != SITS_OK) return;
   s->is_open = true;
@@ -85,34 +106,43 @@ static void write_through(struct world *w, const struct sequence *s, int32_t fro
 {
   const int32_t *pages;
   kv_pages(w->kv, s->slot, &pages);
-  for (int32_t i = from; i < to; i++) w->memory[pages[i / KV_TOKENS]][i % KV_TOKENS] = s->tokens[i];
+  for (int32_t i = from; i < to; i++)
+    for (int32_t c = 0; c < COLUMNS; c++) {
+      struct block *block = &w->memory[pages[i / KV_TOKENS]][c];
+      block->column = c;
+      block->tokens[i % KV_TOKENS] = s->tokens[i];
+    }
 }
 
-/* Queries of n further tokens give random amounts to the pages; the model adds and fades them by hand, one query page after the other. */
+/* Queries of n further tokens give random amounts to the blocks that are left. */
 static void credit(struct world *w, struct sequence *s, int32_t n)
 {
-  for (int32_t page = s->n / KV_TOKENS; page <= (s->n + n - 1) / KV_TOKENS; page++) {
-    _Atomic uint64_t mass[MAX_PAGES] = {0};
-    for (int32_t i = 0; s->newest_query < page && i < page; i++) s->worth[i] -= s->worth[i] / 8;
-    s->newest_query = page;
-    for (int32_t i = 0; i <= page; i++) {
-      if (!s->gone[i]) mass[i] = draw(w, 50);
-      s->worth[i] += mass[i];
-    }
-    kv_credit(w->kv, s->slot, page, mass);
-  }
+  struct kv_blocks blocks;
+  kv_blocks(w->kv, s->slot, &blocks);
+  assert_int_equal(blocks.nearest, KV_NEWEST_KEPT);
+  for (int32_t page = s->n / KV_TOKENS; page <= (s->n + n - 1) / KV_TOKENS; page++)
+    for (int32_t i = 0; i <= page - KV_NEWEST_KEPT; i++)
+      for (int32_t c = 0; c < COLUMNS; c++) {
+        const uint32_t given = s->gone[i][c] ? 0 : draw(w, 50);
+        s->given[i][c] += given;
+        blocks.given[i * COLUMNS + c] += given;
+      }
 }
 
-/* After a commit: the page that the model would drop. */
+/* After a reserve, when all pages were full: the model drops what it thinks is worth least, and memory is copied as is asked for. */
 static void drop_worst(struct world *w, struct sequence *s)
 {
-  int32_t held = 0, n_whole = s->n / KV_TOKENS, worst = -1;
-  for (int32_t i = 0; i < n_whole; i++) held += !s->gone[i];
-  if (s->n % KV_TOKENS != 0 || held < w->budget) return;
-  for (int32_t i = n_whole - KV_NEWEST_KEPT - 1; i >= 1; i--)
-    if (!s->gone[i] && (worst < 0 || s->worth[i] <= s->worth[worst])) worst = i;
-  s->gone[worst] = true;
+  const int32_t(*copies)[2];
+  const int32_t n_copies = kv_block_copies(w->kv, s->slot, &copies);
+  if (s->n % KV_TOKENS != 0 || s->n / KV_TOKENS - s->n_drops < w->budget) {
+    assert_int_equal(n_copies, 0);
+    return;
+  }
+  for (int32_t i = 0; i < n_copies; i++) (&w->memory[0][0])[copies[i][1]] = (&w->memory[0][0])[copies[i][0]];
+  ref_drop_blocks(s->given[0], s->gone[0], COLUMNS, s->n / KV_TOKENS);
+  s->n_drops++;
   w->n_dropped++;
+  w->n_unshared += n_copies > COLUMNS; /* more than a page: blocks left pages that a fork shares */
 }
 
 static void do_grow(struct world *w, struct sequence *s)
@@ -137,13 +167,13 @@ static void do_grow(struct world *w, struct sequence *s)
   assert_int_equal(kv_available(w->kv), available - need);
   if (n_moves) memcpy(w->memory[move.to_page], w->memory[move.from_page], sizeof w->memory[0]);
   w->n_moves += n_moves;
+  if (w->budget > 0) drop_worst(w, s);
   int32_t kept = draw(w, 4) ? n : (int32_t)draw(w, (uint32_t)n + 1); /* a verified draft may be kept in part */
   if (w->budget > 0) kept = n;
   write_through(w, s, s->n, s->n + n);
   if (w->budget > 0) credit(w, s, n);
   kv_commit(w->kv, s->slot, s->tokens + s->n, kept);
   s->n += kept;
-  if (w->budget > 0 && kept > 0) drop_worst(w, s);
 }
 
 static void do_fork(struct world *w, const struct sequence *s, struct sequence *to)
@@ -221,7 +251,7 @@ static void run(uint64_t seed, int64_t n_operations, bool with_faults, int32_t b
   static struct world the_world;
   struct world *w = &the_world;
   struct kv_options options = {.n_pages = N_PAGES, .n_slots = N_SLOTS, .max_pages = MAX_PAGES, .n_host_pages = N_HOST,
-                               .prefix_caching = true, .page_budget = budget};
+                               .prefix_caching = true, .page_budget = budget, .n_columns = COLUMNS};
   memset(w, 0, sizeof *w);
   w->budget = budget;
   w->random = seed;
@@ -239,7 +269,8 @@ static void run(uint64_t seed, int64_t n_operations, bool with_faults, int32_t b
     if (s->is_open) expect_content(w, s);
   }
   /* The run did meet what it is for. */
-  assert_true(budget > 0 ? w->n_attached == 0 && w->n_swaps == 0 && w->n_dropped > 0 : w->n_attached > 0 && w->n_swaps > 0);
+  if (budget > 0) assert_true(w->n_attached == 0 && w->n_swaps == 0 && w->n_dropped > 0 && w->n_unshared > 0);
+  else assert_true(w->n_attached > 0 && w->n_swaps > 0);
   assert_true(w->n_moves > 0);
   assert_true(w->n_again > 0);
   for (int i = 0; i < N_SLOTS; i++) {

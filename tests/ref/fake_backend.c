@@ -13,8 +13,9 @@
 enum { FAKE_MAX_DRAWN = 1024, FAKE_MAX_SENDS = 64 };
 
 struct backend_kv {
-  int32_t *ids;               /* [n_pages][P], -1 = never written */
-  int32_t *written_by;        /* [n_pages][P] batch that wrote it last */
+  int32_t *ids;               /* [n_pages][columns][P], -1 = never written; the columns of a page hold the same, until blocks are copied */
+  int32_t *written_by;        /* [n_pages][columns][P] batch that wrote it last, of the first column */
+  int32_t n_columns, n_ids;   /* blocks and ids of a page */
   bool *is_expected;          /* [n_pages] by kv_expect, until it is sent */
   int32_t n_pages;
   struct { struct backend_kv *to; struct kv_copy copy; } sends[FAKE_MAX_SENDS]; /* begun, done in kv_sent or when there are many */
@@ -74,15 +75,14 @@ int32_t fake_next(int32_t n_vocab, const int32_t *tokens, int32_t n)
   return at;
 }
 
-uint64_t fake_mass(int32_t token, int32_t position, int32_t page)
+uint64_t fake_given(int32_t token, int32_t position, int32_t page, int32_t column)
 {
-  return hash_mix(hash_mix((uint64_t)(uint32_t)token, (uint64_t)position), (uint64_t)page) % 1000;
+  return hash_mix(hash_mix((uint64_t)(uint32_t)token, (uint64_t)position), (uint64_t)page * 64 + (uint64_t)column) % 1000;
 }
 
 static uint64_t page_bytes(const struct kv_geometry *geometry)
 {
-  (void)geometry;
-  return KV_PAGE_TOKENS * sizeof(int32_t);
+  return KV_PAGE_TOKENS * sizeof(int32_t) * (uint64_t)(geometry->n_layers * geometry->n_kv_heads);
 }
 
 static enum sits_status copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n)
@@ -90,20 +90,29 @@ static enum sits_status copy_pages(struct backend_kv *kv, const struct kv_copy *
   /* All sources are read before any target is written, as a parallel device may do. */
   for (int32_t i = 0; i < n; i++) {
     for (int32_t k = 0; k < n; k++) require(k == i || copies[k].to_page != copies[i].from_page, "a copy's source is another's target");
-    memcpy(kv->ids + copies[i].to_page * KV_PAGE_TOKENS, kv->ids + copies[i].from_page * KV_PAGE_TOKENS, KV_PAGE_TOKENS * sizeof(int32_t));
+    memcpy(kv->ids + copies[i].to_page * kv->n_ids, kv->ids + copies[i].from_page * kv->n_ids, (size_t)kv->n_ids * sizeof(int32_t));
+  }
+  return SITS_OK;
+}
+
+static enum sits_status copy_blocks(struct backend_kv *kv, const int32_t (*copies)[2], int32_t n)
+{
+  for (int32_t i = 0; i < n; i++) {
+    for (int k = 0; k < 2; k++) require(copies[i][k] >= 0 && copies[i][k] < kv->n_pages * kv->n_columns, "no such block");
+    memcpy(kv->ids + copies[i][1] * KV_PAGE_TOKENS, kv->ids + copies[i][0] * KV_PAGE_TOKENS, KV_PAGE_TOKENS * sizeof(int32_t));
   }
   return SITS_OK;
 }
 
 static enum sits_status read_page(struct backend_kv *kv, int32_t page, void *host)
 {
-  memcpy(host, kv->ids + page * KV_PAGE_TOKENS, KV_PAGE_TOKENS * sizeof(int32_t));
+  memcpy(host, kv->ids + page * kv->n_ids, (size_t)kv->n_ids * sizeof(int32_t));
   return SITS_OK;
 }
 
 static enum sits_status write_page(struct backend_kv *kv, int32_t page, const void *host)
 {
-  memcpy(kv->ids + page * KV_PAGE_TOKENS, host, KV_PAGE_TOKENS * sizeof(int32_t));
+  memcpy(kv->ids + page * kv->n_ids, host, (size_t)kv->n_ids * sizeof(int32_t));
   return SITS_OK;
 }
 
@@ -116,8 +125,8 @@ static void expect_pages(struct backend_kv *kv, const int32_t *pages, int32_t n)
 static enum sits_status finish_sends(struct backend_kv *from)
 {
   for (int32_t i = 0; i < from->n_sends; i++)
-    memcpy(from->sends[i].to->ids + from->sends[i].copy.to_page * KV_PAGE_TOKENS,
-           from->ids + from->sends[i].copy.from_page * KV_PAGE_TOKENS, KV_PAGE_TOKENS * sizeof(int32_t));
+    memcpy(from->sends[i].to->ids + from->sends[i].copy.to_page * from->n_ids, from->ids + from->sends[i].copy.from_page * from->n_ids,
+           (size_t)from->n_ids * sizeof(int32_t));
   from->n_sends = 0;
   return SITS_OK;
 }
@@ -127,7 +136,7 @@ static enum sits_status send_pages(struct backend_kv *from, struct backend_kv *t
   for (int32_t i = 0; i < n; i++) {
     require(to->is_expected[copies[i].to_page], "a page is sent that nobody expects");
     to->is_expected[copies[i].to_page] = false;
-    for (int32_t t = 0; t < KV_PAGE_TOKENS; t++) to->ids[copies[i].to_page * KV_PAGE_TOKENS + t] = -2;
+    for (int32_t t = 0; t < to->n_ids; t++) to->ids[copies[i].to_page * to->n_ids + t] = -2;
     if (from->n_sends == FAKE_MAX_SENDS) (void)finish_sends(from);
     from->sends[from->n_sends].to = to;
     from->sends[from->n_sends++].copy = copies[i];
@@ -153,24 +162,30 @@ static int32_t *place(struct backend_kv *kv, const struct backend_batch *b, int3
 {
   int32_t page = b->block_table[(int64_t)s * b->table_stride + position / KV_PAGE_TOKENS];
   require(position / KV_PAGE_TOKENS < b->table_stride && page >= 0 && page < kv->n_pages, "block table names no page");
-  return kv->ids + (int64_t)page * KV_PAGE_TOKENS + position % KV_PAGE_TOKENS;
+  return kv->ids + (int64_t)page * kv->n_ids + position % KV_PAGE_TOKENS;
 }
 
-static bool is_dropped(const struct fake_rig *rig, const struct backend_batch *b, int32_t s, int32_t page)
+/* What a column has of a page of the sequence: P ids; NULL when it has lost them. */
+static const int32_t *block_of(const struct fake_rig *rig, const struct backend_kv *kv, const struct backend_batch *b, int32_t s,
+                               int32_t page, int32_t column)
 {
-  bool dropped = b->block_table[(int64_t)s * b->table_stride + page] == KV_NO_PAGE;
-  require(!dropped || (rig->geometry.codec == KV_FP4_SPARSE && page < b->positions[b->seq_start[s]] / KV_PAGE_TOKENS),
-          "a page is missing that may not");
-  return dropped;
+  const int32_t id = b->block_table[(int64_t)s * b->table_stride + page];
+  if (id != KV_NO_PAGE) return kv->ids + (int64_t)id * kv->n_ids + (int64_t)column * KV_PAGE_TOKENS;
+  require(rig->geometry.codec == KV_FP4_SPARSE && page < b->positions[b->seq_start[s]] / KV_PAGE_TOKENS && b->blocks != NULL &&
+              b->blocks[s].numbers != NULL, "a page is missing that may not");
+  const int32_t number = b->blocks[s].numbers[page * kv->n_columns + column];
+  require(number >= -1 && number < kv->n_pages * kv->n_columns, "no such block");
+  return number < 0 ? NULL : kv->ids + (int64_t)number * KV_PAGE_TOKENS;
 }
 
-static void give_mass(const struct fake_rig *rig, const struct backend_batch *b)
+static void give(const struct fake_rig *rig, const struct backend_kv *kv, const struct backend_batch *b)
 {
-  for (int32_t s = 0; s < b->n_seqs && b->page_mass; s++)
+  for (int32_t s = 0; s < b->n_seqs && b->blocks; s++)
     for (int32_t t = b->seq_start[s]; t < b->seq_start[s + 1]; t++)
-      for (int32_t page = 0; page <= b->positions[t] / KV_PAGE_TOKENS; page++)
-        if (!is_dropped(rig, b, s, page))
-          atomic_fetch_add(&b->page_mass[(int64_t)b->mass_row[t] * b->table_stride + page], fake_mass(b->tokens[t], b->positions[t], page));
+      for (int32_t page = 0; page <= b->positions[t] / KV_PAGE_TOKENS - b->blocks[s].nearest; page++)
+        for (int32_t column = 0; column < kv->n_columns; column++)
+          if (block_of(rig, kv, b, s, page, column))
+            atomic_fetch_add(&b->blocks[s].given[page * kv->n_columns + column], fake_given(b->tokens[t], b->positions[t], page, column));
 }
 
 static void store_tokens(struct fake_rig *rig, struct backend_kv *kv, const struct backend_batch *b)
@@ -182,7 +197,7 @@ static void store_tokens(struct fake_rig *rig, struct backend_kv *kv, const stru
       int32_t *mark = kv->written_by + (at - kv->ids);
       require(*mark != step, "two tokens of one batch are written to one place");
       *mark = step;
-      *at = b->tokens[t];
+      for (int32_t column = 0; column < kv->n_columns; column++) at[column * KV_PAGE_TOKENS] = b->tokens[t];
     }
   }
 }
@@ -194,8 +209,10 @@ static void compute_rows(struct backend_program *program, struct backend_kv *kv,
     if (b->row_token[r] >= b->seq_start[s + 1]) continue;
     uint64_t h = 1;
     for (int32_t p = 0; p < b->kv_len[s]; p++) {
-      if (is_dropped(program->rig, b, s, p / KV_PAGE_TOKENS)) continue;
-      h = fold(h, *place(kv, b, s, p));
+      for (int32_t column = 0; column < kv->n_columns; column++) {
+        const int32_t *block = block_of(program->rig, kv, b, s, p / KV_PAGE_TOKENS, column);
+        if (block) h = fold(h, block[p % KV_PAGE_TOKENS]);
+      }
       int32_t t = b->seq_start[s] + p - b->positions[b->seq_start[s]];
       if (r >= b->n_rows || b->row_token[r] != t) continue;
       float *logits = program->logits + (int64_t)r++ * n_vocab;
@@ -234,7 +251,7 @@ static enum sits_status submit(struct backend_program *program, struct backend_k
   require(!program->is_pending, "a batch is in flight");
   check_batch(rig, b);
   store_tokens(rig, kv, b);
-  give_mass(rig, b);
+  give(rig, kv, b);
   compute_rows(program, kv, b);
   program->is_sampled = b->sample != NULL;
   program->has_logits = !program->is_sampled || b->wants_logits;
@@ -261,9 +278,9 @@ static enum sits_status wait_batch(struct backend_program *program, struct backe
 }
 
 static const struct backend_vtable FAKE = {
-    .abi = BACKEND_ABI, .name = "fake", .kv_page_bytes = page_bytes, .kv_copy_pages = copy_pages, .kv_read_page = read_page,
-    .kv_write_page = write_page, .kv_expect = expect_pages, .kv_send = send_pages, .kv_sent = finish_sends, .submit = submit,
-    .wait = wait_batch,
+    .abi = BACKEND_ABI, .name = "fake", .kv_page_bytes = page_bytes, .kv_copy_pages = copy_pages, .kv_copy_blocks = copy_blocks,
+    .kv_read_page = read_page, .kv_write_page = write_page, .kv_expect = expect_pages, .kv_send = send_pages, .kv_sent = finish_sends,
+    .submit = submit, .wait = wait_batch,
 };
 
 const struct backend_vtable *fake_vtable(void)
@@ -322,7 +339,7 @@ static enum sits_status lane_run(struct backend_program *lane, bool (*go_on)(voi
       atomic_fetch_add(&lane->rig->n_slices, 1);
       return SITS_OK;
     }
-    *place(lane->kv, b, 0, b->positions[lane->n_written]) = b->tokens[lane->n_written];
+    *place(lane->kv, b, 0, b->positions[lane->n_written]) = b->tokens[lane->n_written]; /* lanes have one column */
     int delay_us = atomic_load(&lane->rig->token_delay_us);
     if (delay_us > 0) usleep((useconds_t)delay_us);
   }
@@ -357,14 +374,17 @@ int fake_rig_init(struct fake_rig *rig, const struct fake_options *options)
 {
   memset(rig, 0, sizeof *rig);
   rig->options = *options;
-  rig->geometry = (struct kv_geometry){.n_layers = 1, .n_kv_heads = 1, .head_dim = 1, .n_pages = options->n_pages, .codec = KV_F16};
-  size_t n = (size_t)options->n_pages * KV_PAGE_TOKENS;
+  const int32_t n_columns = options->n_columns > 0 ? options->n_columns : 1;
+  rig->geometry = (struct kv_geometry){.n_layers = 1, .n_kv_heads = n_columns, .head_dim = 1, .n_pages = options->n_pages, .codec = KV_F16};
+  size_t n = (size_t)options->n_pages * KV_PAGE_TOKENS * (size_t)n_columns;
   rig->program = mem_calloc(1, sizeof *rig->program);
   rig->kv = mem_calloc(1, sizeof *rig->kv);
   if (!rig->program || !rig->kv) return -1;
   rig->program->rig = rig;
   rig->program->logits = mem_calloc((size_t)options->max_rows * (size_t)options->n_vocab, sizeof(float));
   rig->kv->n_pages = options->n_pages;
+  rig->kv->n_columns = n_columns;
+  rig->kv->n_ids = n_columns * KV_PAGE_TOKENS;
   rig->kv->ids = mem_alloc(n * sizeof(int32_t));
   rig->kv->written_by = mem_calloc(n, sizeof(int32_t));
   rig->kv->is_expected = mem_calloc((size_t)options->n_pages, sizeof(bool));

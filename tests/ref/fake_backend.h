@@ -1,7 +1,8 @@
 /* A backend without a model: pages hold token ids, and a row's logits are a hash of the whole context, read through the block table.
- * Pages that a sequence has dropped (codec KV_FP4_SPARSE) are no part of its context. Any wrong table, slot, copy or swap gives another
- * hash and so another token; every batch is checked for shape and for two sequences writing one place. Delays and a
- * device error can be injected. One engine thread calls, as with any backend; the knobs are atomic. */
+ * Each column of a page (layer and kv head) has its own ids, and what a sequence has dropped of them (codec KV_FP4_SPARSE) is no part of
+ * its context: a position's ids are hashed column by column. Any wrong table, slot, copy or swap gives another hash and so another token;
+ * every batch is checked for shape and for two sequences writing one place. Delays and a device error can be injected.
+ * One engine thread calls, as with any backend; the knobs are atomic. */
 #ifndef SITS_TESTS_REF_FAKE_BACKEND_H
 #define SITS_TESTS_REF_FAKE_BACKEND_H
 
@@ -15,6 +16,7 @@ struct fake_options {
   int32_t n_vocab;
   int32_t max_batch_tokens, max_rows;
   int32_t n_pages;
+  int32_t n_columns;             /* 0: one */
 };
 
 struct fake_rig {
@@ -48,8 +50,8 @@ void fake_rig_fini(struct fake_rig *rig);
 
 /* The logits that follow tokens[0..n), computed from the array itself. */
 void fake_logits(int32_t n_vocab, const int32_t *tokens, int32_t n, float *logits);
-/* With page_mass in the batch: what the query of this token at this position gives to a page. */
-uint64_t fake_mass(int32_t token, int32_t position, int32_t page);
+/* With blocks in the batch: what the query of this token at this position gives to a column of a page. */
+uint64_t fake_given(int32_t token, int32_t position, int32_t page, int32_t column);
 /* The greedy token that follows. */
 int32_t fake_next(int32_t n_vocab, const int32_t *tokens, int32_t n);
 

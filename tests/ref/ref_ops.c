@@ -43,7 +43,7 @@ void ref_swiglu(const double *gate, const double *up, int64_t n, double *y)
 }
 
 void ref_attention(const double *q, const double *k, const double *v, int32_t position, int32_t n_heads, int32_t n_kv_heads,
-                   int32_t head_dim, int32_t window, const bool *is_hidden, double *given, double *out)
+                   int32_t head_dim, int32_t window, const bool *is_hidden, double *given, int32_t n_given, double *out)
 {
   const int32_t first = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
   double *weight = mem_alloc((size_t)(position + 1) * sizeof *weight);
@@ -56,11 +56,11 @@ void ref_attention(const double *q, const double *k, const double *v, int32_t po
       for (int32_t d = 0; d < head_dim; d++)
         weight[j] += q[(int64_t)h * head_dim + d] * k[((int64_t)j * n_kv_heads + g) * head_dim + d];
       weight[j] /= sqrt(head_dim);
-      if (is_hidden != NULL && is_hidden[j]) weight[j] = -INFINITY;
+      if (is_hidden != NULL && is_hidden[(int64_t)j * n_kv_heads + g]) weight[j] = -INFINITY;
       max = fmax(max, weight[j]);
     }
     for (int32_t j = first; j <= position; j++) sum += weight[j] = exp(weight[j] - max);
-    for (int32_t j = first; j <= position && given != NULL; j++) given[j] += weight[j] / sum;
+    for (int32_t j = first; j < n_given; j++) given[(int64_t)j * n_kv_heads + g] += weight[j] / sum * (weight[j] / sum);
     for (int32_t d = 0; d < head_dim; d++) {
       double value = 0;
       for (int32_t j = first; j <= position; j++) value += weight[j] * v[((int64_t)j * n_kv_heads + g) * head_dim + d];

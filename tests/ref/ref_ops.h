@@ -23,10 +23,10 @@ void ref_expand(const struct sits_utd *utd, double *out);
 void ref_swiglu(const double *gate, const double *up, int64_t n, double *y);
 
 /* One query token of H heads at `position` over keys and values [position + 1][G][D]: softmax(q k / sqrt(D)) v for the last `window` ones
- * (0 = all) without the hidden ones. q, out: [H][D]. is_hidden: [position + 1] or NULL. given: [position + 1] or NULL; what each position
- * got is added to it. */
+ * (0 = all) without the hidden ones. q, out: [H][D]. is_hidden: [position + 1][G] or NULL. given: [n_given][G]; the squares of what each of
+ * the first n_given positions got from the query heads of a kv head are added to it. */
 void ref_attention(const double *q, const double *k, const double *v, int32_t position, int32_t n_heads, int32_t n_kv_heads,
-                   int32_t head_dim, int32_t window, const bool *is_hidden, double *given, double *out);
+                   int32_t head_dim, int32_t window, const bool *is_hidden, double *given, int32_t n_given, double *out);
 
 /* y = s * round(x / s) with s = max |x| / 127, for each `group` values; [n]. step: s of each value. */
 void ref_round_share(const double *x, int32_t n, int32_t group, double *y, double *step);

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/backend.h"
 #include "base/mem.h"
 #include "ref_ops.h"
 
@@ -13,8 +14,9 @@ struct ref_sequence {
   ref_store_fn store;
   int32_t n_tokens, max_tokens;
   double *k, *v;                    /* [L][max_tokens][G][D] */
-  double *given;                    /* [max_tokens] */
-  bool *is_hidden;                  /* [max_tokens] */
+  double *given;                    /* [L][max_tokens][G] */
+  bool *is_hidden;                  /* [L][max_tokens][G] */
+  int32_t nearest;                  /* pages before a query that it gives to; 0: nothing is measured */
   double **buffers;                 /* [n_buffers][width] of the current token */
   double **gains, **biases;         /* [n_ops] expanded, NULL where none */
 };
@@ -38,10 +40,10 @@ struct ref_sequence *ref_sequence_create(const struct program *program, int32_t 
 {
   const struct program_dims *d = &program->dims;
   struct ref_sequence *s = take(sizeof *s);
-  const size_t n = (size_t)d->n_layers * (size_t)max_tokens * (size_t)(d->n_kv_heads * d->head_dim);
+  const size_t n_heads = (size_t)d->n_layers * (size_t)max_tokens * (size_t)d->n_kv_heads, n = n_heads * (size_t)d->head_dim;
   *s = (struct ref_sequence){.program = program, .store = store, .max_tokens = max_tokens, .k = take(n * sizeof(double)),
-                             .v = take(n * sizeof(double)), .given = take((size_t)max_tokens * sizeof(double)),
-                             .is_hidden = take((size_t)max_tokens * sizeof(bool)),
+                             .v = take(n * sizeof(double)), .given = take(n_heads * sizeof(double)),
+                             .is_hidden = take(n_heads * sizeof(bool)),
                              .buffers = take((size_t)program->n_buffers * sizeof(double *)),
                              .gains = take((size_t)program->n_ops * sizeof(double *)),
                              .biases = take((size_t)program->n_ops * sizeof(double *))};
@@ -111,7 +113,9 @@ static void step_op(struct ref_sequence *s, int32_t index, int32_t token)
     out[k] = op->out[k] == PROGRAM_NONE ? NULL : s->buffers[op->out[k]];
   }
   const int32_t width = out[0] != NULL ? p->buffers[op->out[0]].width : 0;
-  const size_t layer = (size_t)(op->layer < 0 ? 0 : op->layer) * (size_t)s->max_tokens * (size_t)GD;
+  const size_t heads = (size_t)(op->layer < 0 ? 0 : op->layer) * (size_t)s->max_tokens * (size_t)d->n_kv_heads;
+  const size_t layer = heads * (size_t)D;
+  const int32_t n_given = s->nearest > 0 ? (position / KV_PAGE_TOKENS - s->nearest + 1) * KV_PAGE_TOKENS : 0;
   switch (op->kind) {
   case PROGRAM_EMBED: embed(op->parts[0].weight, token, out[0]); break;
   case PROGRAM_RMSNORM: ref_rmsnorm(in[0], s->gains[index], width, d->rms_eps, out[0]); break;
@@ -130,7 +134,7 @@ static void step_op(struct ref_sequence *s, int32_t index, int32_t token)
     break;
   case PROGRAM_ATTENTION:
     ref_attention(in[0], s->k + layer, s->v + layer, position, d->n_heads, d->n_kv_heads, D, d->sliding_window,
-                  s->is_hidden, s->given, out[0]);
+                  s->is_hidden + heads, s->given + heads, n_given, out[0]);
     break;
   case PROGRAM_SWIGLU: ref_swiglu(in[0], in[1], width, out[0]); break;
   case PROGRAM_ADD:
@@ -142,10 +146,13 @@ static void step_op(struct ref_sequence *s, int32_t index, int32_t token)
   }
 }
 
-void ref_sequence_hide(struct ref_sequence *s, int32_t first, int32_t n)
+void ref_sequence_hide(struct ref_sequence *s, int32_t layer, int32_t kv_head, int32_t first, int32_t n)
 {
-  for (int32_t i = first; i < first + n; i++) s->is_hidden[i] = true;
+  const int32_t G = s->program->dims.n_kv_heads;
+  for (int32_t i = first; i < first + n; i++) s->is_hidden[((int64_t)layer * s->max_tokens + i) * G + kv_head] = true;
 }
+
+void ref_sequence_measure(struct ref_sequence *s, int32_t nearest) { s->nearest = nearest; }
 
 const double *ref_sequence_given(const struct ref_sequence *s) { return s->given; }
 

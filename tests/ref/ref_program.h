@@ -15,9 +15,11 @@ typedef void (*ref_store_fn)(double *x, int32_t head_dim, bool is_value);
 struct ref_sequence *ref_sequence_create(const struct program *program, int32_t max_tokens, ref_store_fn store);
 void ref_sequence_destroy(struct ref_sequence *sequence);
 
-/* From now on no query sees positions first..first+n-1. */
-void ref_sequence_hide(struct ref_sequence *sequence, int32_t first, int32_t n);
-/* What each position was given by all queries so far, summed over layers and query heads: [max_tokens], the sequence's own. */
+/* From now on no query of this layer and kv head sees positions first..first+n-1. */
+void ref_sequence_hide(struct ref_sequence *sequence, int32_t layer, int32_t kv_head, int32_t first, int32_t n);
+/* Squares of what each position was given by all queries so far that lie `nearest` pages or more behind it, summed over the query heads of
+ * a kv head: [L][max_tokens][G], the sequence's own. */
+void ref_sequence_measure(struct ref_sequence *sequence, int32_t nearest);
 const double *ref_sequence_given(const struct ref_sequence *sequence);
 
 /* Append `token` to the sequence and give its logits: [V]. Aborts on a fused program or when full. */

@@ -68,6 +68,17 @@ static enum sits_status cpu_kv_open(struct backend *backend, const struct kv_geo
   return cpu_kv_create(geometry, backend->ops, backend->options.max_batch_tokens, backend->options.max_seqs, out, err);
 }
 
+/* The blocks of an entry without a page lie in the page memory. */
+static bool has_blocks(const struct backend_kv *kv, const struct backend_blocks *blocks, int32_t entry)
+{
+  const int32_t n = cpu_kv_columns(kv);
+  const int64_t n_blocks = (int64_t)kv->geometry.n_pages * n;
+  if (blocks == NULL || blocks->numbers == NULL) return false;
+  for (const int32_t *number = blocks->numbers + (int64_t)entry * n, *end = number + n; number < end; number++)
+    if (*number < -1 || *number >= n_blocks) return false;
+  return true;
+}
+
 /* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. */
 static bool is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b)
 {
@@ -87,10 +98,11 @@ static bool is_valid(const struct backend_program *p, const struct backend_kv *k
     if (b->kv_len[s] != b->positions[t1 - 1] + 1) return false;
     const int32_t n_pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS, first_written = b->positions[t0] / KV_PAGE_TOKENS;
     if (n_pages > b->table_stride) return false;
-    if (kv->codec->is_sparse && b->page_mass != NULL && b->kv_len[s] > p->max_chunks * CPU_CHUNK_TOKENS) return false;
+    const struct backend_blocks *blocks = b->blocks != NULL ? &b->blocks[s] : NULL;
+    if (blocks != NULL && (!kv->codec->is_sparse || blocks->nearest < 1 || b->kv_len[s] > p->max_chunks * CPU_CHUNK_TOKENS)) return false;
     for (int32_t i = 0; i < n_pages; i++) {
       const int32_t page = b->block_table[(int64_t)s * b->table_stride + i];
-      if (page == KV_NO_PAGE && kv->codec->is_sparse && i < first_written) continue;
+      if (page == KV_NO_PAGE && i < first_written && has_blocks(kv, blocks, i)) continue;
       if (page < 0 || page >= g->n_pages) return false;
     }
   }
@@ -190,6 +202,7 @@ const struct backend_vtable backend_cpu = {
     .kv_create = cpu_kv_open,
     .kv_destroy = cpu_kv_destroy,
     .kv_copy_pages = cpu_kv_copy_pages,
+    .kv_copy_blocks = cpu_kv_copy_blocks,
     .kv_read_page = cpu_kv_read_page,
     .kv_write_page = cpu_kv_write_page,
     .kv_expect = cpu_kv_expect,

@@ -8,9 +8,10 @@
  * items are single chunks; their results wait in `partial`, and the worker that finishes a block's last chunk merges them in the same
  * ascending order.
  *
- * Sparse codecs. Pages that a sequence has dropped (KV_NO_PAGE) are left out of their chunk, whose other pages move together. What each row
- * gives to each page is kept chunk by chunk, weighed once the row's sum is known, rounded to whole units and added to the batch's
- * page_mass; whole numbers, so the sums do not depend on order either.
+ * Sparse codecs. Of a page that is not whole any more (KV_NO_PAGE) the item's layer and head read their block where the batch says that it
+ * lies; pages without one are left out of their chunk, whose other pages move together. The squares of what each row gives to a page's
+ * tokens are kept chunk by chunk, weighed once the row's sum is known, rounded to whole units and added to the batch's `given`;
+ * whole numbers, so the sums do not depend on order either.
  *
  * Numerics. f32 throughout. A row's bits depend on its query and its context alone: lanes are tokens (scores) or channels (values), masked
  * tokens add exact zeros, and chunk borders and merge order are fixed. So a token gives the same output alone, inside a prompt, or
@@ -33,11 +34,13 @@ struct item {
   int32_t group, rows;               /* H/G; tokens of the block times group */
   int32_t first_position, n_tokens;  /* of the block; positions are consecutive */
   int32_t window;                    /* tokens seen; INT32_MAX when all */
-  _Atomic uint64_t *mass;            /* [table entries] of the rows' attention; NULL: not wanted */
+  const struct backend_blocks *blocks; /* of the sequence; NULL: all its pages are whole, and nothing is measured */
 };
 
 /* The pages of a chunk that some row sees, ascending. Scores lie page after page: lane i * P + k is token k of page at[i]. */
-struct chunk { int32_t index, n_pages, n_lanes, at[CPU_CHUNK_PAGES]; };
+struct chunk { int32_t index, n_pages, n_lanes, at[CPU_CHUNK_PAGES]; const unsigned char *block[CPU_CHUNK_PAGES]; };
+
+static bool is_measured(const struct item *it) { return it->blocks != NULL && it->blocks->given != NULL; }
 
 void cpu_attention_plan(struct backend_program *p)
 {
@@ -72,8 +75,7 @@ static struct item item_of(struct backend_program *p, const struct cpu_step *ste
                        .table = in->block_table + (int64_t)block->seq * in->table_stride, .rows = (block->t1 - block->t0) * group,
                        .first_position = in->positions[block->t0], .n_tokens = block->t1 - block->t0,
                        .window = dims->sliding_window > 0 ? dims->sliding_window : INT32_MAX,
-                       .mass = p->batch.kv->codec->is_sparse && in->page_mass != NULL
-                                   ? in->page_mass + (int64_t)in->mass_row[block->t0] * in->table_stride : NULL};
+                       .blocks = in->blocks != NULL ? &in->blocks[block->seq] : NULL};
 }
 
 /* Queries of the item, scaled (and rotated as the cached keys are): [rows][D]. */
@@ -90,16 +92,29 @@ static void pack_queries(const struct item *it, const struct cpu_step *step, con
   }
 }
 
+/* Where an entry's element of the sequence's arrays of blocks lies, for the item's layer and head. */
+static int64_t element_of(const struct item *it, int32_t entry)
+{
+  return (int64_t)entry * cpu_kv_columns(it->kv) + it->layer * it->kv->geometry.n_kv_heads + it->head;
+}
+
+/* What the item's layer and head have of a table entry's page; NULL: nothing any more. */
+static const unsigned char *block_of(const struct item *it, int32_t entry)
+{
+  if (it->table[entry] != KV_NO_PAGE) return cpu_kv_block(it->kv, it->table[entry], it->layer, it->head);
+  const int32_t number = it->blocks->numbers[element_of(it, entry)];
+  return number < 0 ? NULL : cpu_kv_numbered(it->kv, number);
+}
+
 /* Scores of the n tokens of the page that begins at `position`; the rows' own group, where the codec has such, comes from its tile. */
-static void score_page(const struct item *it, int32_t position, int32_t n, float *scores)
+static void score_page(const struct item *it, const unsigned char *block, int32_t position, int32_t n, float *scores)
 {
   const struct backend_kv *kv = it->kv;
-  const int32_t D = it->p->program->dims.head_dim, page = it->table[position / KV_PAGE_TOKENS], group = kv->codec->open_tokens;
+  const int32_t D = it->p->program->dims.head_dim, group = kv->codec->open_tokens;
   const int32_t own = group > 0 ? it->first_position / group * group - position : n; /* tokens of the page before the own group */
   const int32_t n_folded = own < 0 ? 0 : least(own, n);
   if (n_folded > 0)
-    kv->codec->attend_k(kv, cpu_kv_block(kv, page, it->layer, it->head), it->w->q, D, it->rows, n_folded, scores, CPU_CHUNK_TOKENS,
-                        it->w->expanded);
+    kv->codec->attend_k(kv, block, it->w->q, D, it->rows, n_folded, scores, CPU_CHUNK_TOKENS, it->w->expanded);
   if (n_folded < n)
     kv->ops->qk_f16(it->w->q, D, it->rows, cpu_kv_open_tile(kv, it->tile, it->layer, it->head), group, D, n - n_folded,
                     scores + n_folded, CPU_CHUNK_TOKENS);
@@ -110,8 +125,12 @@ static struct chunk chunk_of(const struct item *it, int32_t index)
   const int32_t P = KV_PAGE_TOKENS, end = it->first_position + it->n_tokens; /* behind the position of the last row */
   const int32_t oldest = it->window == INT32_MAX ? 0 : most(0, it->first_position - it->window + 1); /* that the first row still sees */
   struct chunk c = {.index = index};
-  for (int32_t page = index * CPU_CHUNK_PAGES; page < (index + 1) * CPU_CHUNK_PAGES && page * P < end; page++)
-    if ((page + 1) * P > oldest && it->table[page] != KV_NO_PAGE) c.at[c.n_pages++] = page;
+  for (int32_t page = index * CPU_CHUNK_PAGES; page < (index + 1) * CPU_CHUNK_PAGES && page * P < end; page++) {
+    const unsigned char *block = (page + 1) * P > oldest ? block_of(it, page) : NULL;
+    if (block == NULL) continue;
+    c.block[c.n_pages] = block;
+    c.at[c.n_pages++] = page;
+  }
   if (c.n_pages > 0) c.n_lanes = (c.n_pages - 1) * P + least(P, end - c.at[c.n_pages - 1] * P);
   return c;
 }
@@ -131,7 +150,7 @@ static float *page_sums_of(const struct item *it, int32_t r, int32_t chunk)
   return it->w->page_sums + ((int64_t)r * it->p->max_chunks + chunk) * CPU_CHUNK_RECORD;
 }
 
-/* What each row gave to each page of the chunk. A row that sees nothing of it leaves zeros. */
+/* The squares of what each row gave to the tokens of each page of the chunk. A row that sees nothing of it leaves zeros. */
 static void keep_page_sums(const struct item *it, const struct chunk *c)
 {
   struct cpu_worker *w = it->w;
@@ -142,7 +161,7 @@ static void keep_page_sums(const struct item *it, const struct chunk *c)
     if (w->sum[r] == 0) continue;
     for (int32_t i = 0; i < c->n_pages; i++)
       for (int32_t j = i * KV_PAGE_TOKENS, end = least(c->n_lanes, j + KV_PAGE_TOKENS); j < end; j++)
-        record[c->at[i] % CPU_CHUNK_PAGES] += scores[j];
+        record[c->at[i] % CPU_CHUNK_PAGES] += scores[j] * scores[j];
     record[CPU_CHUNK_PAGES] = w->max[r];
   }
 }
@@ -158,7 +177,7 @@ static void attend_chunk(const struct item *it, int32_t index)
 
   memset(w->acc, 0, (size_t)it->rows * (size_t)kv->dv * sizeof *w->acc);
   for (int32_t r = 0; r < it->rows; r++) w->sum[r] = 0;
-  for (int32_t i = 0; i < c.n_pages; i++) score_page(it, c.at[i] * P, least(P, c.n_lanes - i * P), w->scores + i * P);
+  for (int32_t i = 0; i < c.n_pages; i++) score_page(it, c.block[i], c.at[i] * P, least(P, c.n_lanes - i * P), w->scores + i * P);
   for (int32_t r = 0; r < it->rows; r++) {
     const int32_t position = it->first_position + r / it->group;
     const int32_t lo = it->window == INT32_MAX ? 0 : lane_at(&c, most(0, position - it->window + 1));
@@ -168,9 +187,8 @@ static void attend_chunk(const struct item *it, int32_t index)
     else memset(scores, 0, (size_t)n_round * sizeof *scores);
   }
   for (int32_t i = 0; i < c.n_pages; i++)
-    kv->codec->attend_v(kv, cpu_kv_block(kv, it->table[c.at[i]], it->layer, it->head), w->scores + i * P, CPU_CHUNK_TOKENS, it->rows,
-                        least(P, c.n_lanes - i * P), w->acc, w->expanded);
-  if (it->mass != NULL) keep_page_sums(it, &c);
+    kv->codec->attend_v(kv, c.block[i], w->scores + i * P, CPU_CHUNK_TOKENS, it->rows, least(P, c.n_lanes - i * P), w->acc, w->expanded);
+  if (is_measured(it)) keep_page_sums(it, &c);
 }
 
 /* Merge one chunk's result of a row into the running one (online softmax). */
@@ -198,22 +216,24 @@ static void merge_begin(const struct item *it)
   for (int32_t r = 0; r < it->rows; r++) it->w->total_sum[r] = 0;
 }
 
-/* Add up what the rows gave to each page, now that their sums are known. All chunks from c0 to c1 have been attended. */
-static void give_mass(const struct item *it, int32_t c0, int32_t c1)
+/* Add up what the rows gave to pages far enough before them, now that their sums are known. Chunks c0 to c1 have been attended. */
+static void give(const struct item *it, int32_t c0, int32_t c1)
 {
   const struct cpu_worker *w = it->w;
-  if (it->mass == NULL) return;
+  if (!is_measured(it)) return;
   for (int32_t c = c0; c < c1; c++) {
     uint64_t units[CPU_CHUNK_PAGES] = {0};
     for (int32_t r = 0; r < it->rows; r++) {
       const float *record = page_sums_of(it, r, c);
+      const int32_t newest = (it->first_position + r / it->group) / KV_PAGE_TOKENS - it->blocks->nearest - c * CPU_CHUNK_PAGES;
       if (w->total_sum[r] == 0) continue;
-      const float scale = KV_MASS_ONE * cpu_exp_negative(record[CPU_CHUNK_PAGES] - w->total_max[r]) / w->total_sum[r];
-      for (int32_t i = 0; i < CPU_CHUNK_PAGES; i++)
-        if (record[i] > 0) units[i] += (uint64_t)(record[i] * scale + 0.5f);
+      const float share = cpu_exp_negative(record[CPU_CHUNK_PAGES] - w->total_max[r]) / w->total_sum[r];
+      const float scale = KV_GIVEN_ONE * share * share;
+      for (int32_t i = 0; i < CPU_CHUNK_PAGES && i <= newest; i++) units[i] += (uint64_t)(record[i] * scale + 0.5f);
     }
     for (int32_t i = 0; i < CPU_CHUNK_PAGES; i++)
-      if (units[i] > 0) atomic_fetch_add_explicit(&it->mass[c * CPU_CHUNK_PAGES + i], units[i], memory_order_relaxed);
+      if (units[i] > 0)
+        atomic_fetch_add_explicit(&it->blocks->given[element_of(it, c * CPU_CHUNK_PAGES + i)], units[i], memory_order_relaxed);
   }
 }
 
@@ -253,7 +273,7 @@ static void whole_item(struct backend_program *p, const struct cpu_step *step, i
     attend_chunk(&it, chunk);
     for (int32_t r = 0; r < it.rows; r++) merge(&it, r, it.w->acc + (int64_t)r * it.kv->dv, it.w->max[r], it.w->sum[r]);
   }
-  give_mass(&it, first_chunk(&it), end_chunk(&it));
+  give(&it, first_chunk(&it), end_chunk(&it));
   write_outputs(&it, step, block);
 }
 
@@ -279,7 +299,7 @@ static void chunk_item(struct backend_program *p, const struct cpu_step *step, i
     memcpy(partial, it.w->acc + (int64_t)r * dv, (size_t)dv * sizeof *partial);
     partial[dv] = it.w->max[r];
     partial[dv + 1] = it.w->sum[r];
-    if (it.mass != NULL) memcpy(partial + dv + 2, page_sums_of(&it, r, chunk), CPU_CHUNK_RECORD * sizeof *partial);
+    if (is_measured(&it)) memcpy(partial + dv + 2, page_sums_of(&it, r, chunk), CPU_CHUNK_RECORD * sizeof *partial);
   }
   if (atomic_fetch_add(&p->finished[index], 1) + 1 < c1 - c0) return;
   atomic_store(&p->finished[index], 0);
@@ -288,9 +308,9 @@ static void chunk_item(struct backend_program *p, const struct cpu_step *step, i
     for (int32_t r = 0; r < it.rows; r++) {
       const float *partial = partial_of(p, first_row, r, c, dv);
       merge(&it, r, partial, partial[dv], partial[dv + 1]);
-      if (it.mass != NULL) memcpy(page_sums_of(&it, r, c), partial + dv + 2, CPU_CHUNK_RECORD * sizeof *partial);
+      if (is_measured(&it)) memcpy(page_sums_of(&it, r, c), partial + dv + 2, CPU_CHUNK_RECORD * sizeof *partial);
     }
-  give_mass(&it, c0, c1);
+  give(&it, c0, c1);
   write_outputs(&it, step, block);
 }
 

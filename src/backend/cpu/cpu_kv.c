@@ -84,6 +84,18 @@ enum sits_status cpu_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *
   return SITS_OK;
 }
 
+enum sits_status cpu_kv_copy_blocks(struct backend_kv *kv, const int32_t (*copies)[2], int32_t n)
+{
+  const int64_t n_blocks = (int64_t)kv->geometry.n_pages * cpu_kv_columns(kv);
+  for (int32_t i = 0; i < n; i++)
+    if (copies[i][0] < 0 || copies[i][0] >= n_blocks || copies[i][1] < 0 || copies[i][1] >= n_blocks) return SITS_INVALID_ARGUMENT;
+  for (int32_t i = 0; i < n; i++)
+    if (copies[i][0] != copies[i][1]) memcpy(cpu_kv_numbered(kv, copies[i][1]), cpu_kv_numbered(kv, copies[i][0]), kv->block_bytes);
+  for (int32_t i = 0; i < n && kv->open != NULL; i++) /* an open group of the page's last owner must not be folded over them */
+    cpu_kv_open_written(kv, copies[i][1] / cpu_kv_columns(kv));
+  return SITS_OK;
+}
+
 enum sits_status cpu_kv_read_page(struct backend_kv *kv, int32_t page, void *host)
 {
   if (!is_page(kv, page)) return SITS_INVALID_ARGUMENT;

@@ -8,7 +8,7 @@
  *   f32     32     the same in f32, to measure the others against
  *   int8     8.5   K [D][P], V [P][Dv], rotated, a scale per token
  *   int4     4.5   K per channel over 32 tokens, V per token over 32 channels and rotated, scales and zero points
- *   fp4      4.6   e2m1 in groups of 16 channels, rotated, the page's mean key taken out; fp4-sparse: the same, and pages may be missing
+ *   fp4      4.6   e2m1 in groups of 16 channels, rotated, the page's mean key taken out; fp4-sparse: the same, and blocks may be missing
  * Dv is D rounded up to CPU_KV_PAD.
  *
  * Rules: 1. Appends to one block come from one thread at a time, in ascending slots; K and V may be appended by different threads.
@@ -42,7 +42,7 @@ struct cpu_kv_codec {
   enum kv_codec codec;
   bool rotates_k;                    /* queries and keys are Hadamard-rotated per head before use */
   bool rotates_v;                    /* values are, and outputs are rotated back */
-  bool is_sparse;                    /* block tables may name KV_NO_PAGE, and page_mass is measured */
+  bool is_sparse;                    /* block tables may name KV_NO_PAGE, and a batch may have blocks */
   int32_t open_tokens;               /* group of tokens whose keys are quantised together (cpu_kv_open.h); 0 = each on its own */
   size_t (*block_bytes)(int32_t head_dim);
   /* Store one token's key, or value, of one head. k, v: [D] f32, rotated by the caller. open: the group's tile, NULL without groups. */
@@ -78,12 +78,21 @@ static inline unsigned char *cpu_kv_block(const struct backend_kv *kv, int32_t p
   return kv->pages + (size_t)page * kv->page_bytes + (size_t)layer * kv->layer_bytes + (size_t)head * kv->block_bytes;
 }
 
+/* Numbers of blocks as backend.h counts them: pages hold theirs one after the other. */
+static inline int32_t cpu_kv_columns(const struct backend_kv *kv) { return kv->geometry.n_layers * kv->geometry.n_kv_heads; }
+
+static inline unsigned char *cpu_kv_numbered(const struct backend_kv *kv, int32_t number)
+{
+  return kv->pages + (size_t)number * kv->block_bytes;
+}
+
 uint64_t cpu_kv_page_bytes(const struct kv_geometry *geometry);
 /* max_tokens, max_seqs: the largest batch. */
 enum sits_status cpu_kv_create(const struct kv_geometry *geometry, const struct cpu_ops *ops, int32_t max_tokens, int32_t max_seqs,
                                struct backend_kv **out, struct sits_error *err) SITS_MUST_CHECK;
 void cpu_kv_destroy(struct backend_kv *kv);
 enum sits_status cpu_kv_copy_pages(struct backend_kv *kv, const struct kv_copy *copies, int32_t n) SITS_MUST_CHECK;
+enum sits_status cpu_kv_copy_blocks(struct backend_kv *kv, const int32_t (*copies)[2], int32_t n) SITS_MUST_CHECK;
 enum sits_status cpu_kv_read_page(struct backend_kv *kv, int32_t page, void *host) SITS_MUST_CHECK;
 enum sits_status cpu_kv_write_page(struct backend_kv *kv, int32_t page, const void *host) SITS_MUST_CHECK;
 void cpu_kv_expect(struct backend_kv *kv, const int32_t *pages, int32_t n);

@@ -1,6 +1,6 @@
 /* KV codec fp4 (e2m1 with block scales), 4.6 bits a number. Keys: rotated per head, the page's mean key removed per channel and kept in
  * f16, the rest in groups of 16 channels of a token; a query reads its own page in f16 (cpu_kv_open.h). Values: rotated, groups of 16
- * channels. Entry points: cpu_kv_fp4, and cpu_kv_fp4_sparse, the same bytes for sequences that may lose pages.
+ * channels. Entry points: cpu_kv_fp4, and cpu_kv_fp4_sparse, the same bytes for sequences that may lose blocks.
  *
  * Block: K nibbles [D][P/2], V nibbles [P][n][8] with n = Dv / 16 groups, means of K [D] f16, scales of K [n][P], scales of V [P][n]. */
 #include "backend/cpu/cpu_kv.h"

@@ -89,8 +89,8 @@ struct cpu_worker {                  /* own cache lines */
   float *scores;                     /* [rows][CPU_CHUNK_TOKENS] */
   float *acc, *total;                /* [rows][Dv] of this chunk; over the chunks so far */
   float *max, *sum, *total_max, *total_sum; /* [rows] */
-  float *page_sums;                  /* [rows][max_chunks][CPU_CHUNK_RECORD] of sparse codecs: what a row gave to each page of a chunk,
-                                        and the chunk's max; in units of exp(score - max) */
+  float *page_sums;                  /* [rows][max_chunks][CPU_CHUNK_RECORD] of sparse codecs: squares of what a row gave to the tokens of
+                                        each page of a chunk, in units of exp(score - max)^2, and the chunk's max */
   float *expanded;                   /* CPU_KV_SCRATCH_FLOATS */
 };
 

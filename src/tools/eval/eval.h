@@ -43,8 +43,7 @@ struct eval_session {
   int32_t *tokens, *positions, *rows;       /* [max_tokens] [max_tokens] [max_rows] */
   int32_t *starts, *kv_lengths, *table;     /* [n_slots+1] [n_slots] [n_slots][slot_pages] */
   int32_t page_budget;               /* pages that a sequence keeps (fp4-sparse), 0 = all */
-  int32_t *mass_row;                 /* [max_tokens] with a budget */
-  _Atomic uint64_t *page_mass;       /* [max_tokens/P + 2 n_slots][slot_pages] the same */
+  struct backend_blocks *blocks;     /* [n_slots] of a step's pieces, with a budget */
 };
 
 /* Opens model and tokenizer and reserves pages for n_slots sequences of max_length tokens. max_rows: most logit rows of a step. */

@@ -5,6 +5,7 @@
 
 #include "base/mapfile.h"
 #include "base/mem.h"
+#include "engine/page_budget.h"
 #include "tools/eval/eval.h"
 #include "tensor/source.h"
 
@@ -12,22 +13,19 @@ static enum sits_status reserve(struct eval_session *s, struct sits_error *err)
 {
   size_t tokens = (size_t)s->max_tokens * sizeof(int32_t), slots = (size_t)s->n_slots * sizeof(int32_t);
   const struct kv_options kv = {.n_pages = s->runner.geometry.n_pages, .n_slots = s->n_slots, .max_pages = s->slot_pages,
-                                .page_budget = s->page_budget};
+                                .page_budget = s->page_budget,
+                                .n_columns = s->runner.geometry.n_layers * s->runner.geometry.n_kv_heads};
   enum sits_status status = kv_create(&kv, &s->pages);
   if (status) return sits_fail(err, status, "out of memory for the pages' bookkeeping");
   s->kv_slots = mem_calloc(1, slots);
-  if (s->page_budget > 0) {
-    s->mass_row = mem_alloc(tokens);
-    s->page_mass = mem_calloc((size_t)(s->max_tokens / KV_TOKENS + 2 * s->n_slots) * (size_t)s->slot_pages, sizeof *s->page_mass);
-    if (!s->mass_row || !s->page_mass) return sits_fail(err, SITS_NOMEM, "out of memory for the batch");
-  }
+  s->blocks = mem_calloc((size_t)s->n_slots, sizeof *s->blocks);
   s->tokens = mem_alloc(tokens);
   s->positions = mem_alloc(tokens);
   s->rows = mem_alloc((size_t)s->max_rows * sizeof(int32_t));
   s->starts = mem_alloc(slots + sizeof(int32_t));
   s->kv_lengths = mem_alloc(slots);
   s->table = mem_alloc(slots * (size_t)s->slot_pages);
-  if (!s->kv_slots || !s->tokens || !s->positions || !s->rows || !s->starts || !s->kv_lengths || !s->table)
+  if (!s->kv_slots || !s->blocks || !s->tokens || !s->positions || !s->rows || !s->starts || !s->kv_lengths || !s->table)
     return sits_fail(err, SITS_NOMEM, "out of memory for the batch");
   for (int32_t i = 0; i < s->n_slots && !status; i++) status = kv_open(s->pages, (struct kv_owner){0}, &s->kv_slots[i]);
   return status;
@@ -69,8 +67,7 @@ void eval_session_close(struct eval_session *s)
   runner_close(&s->runner);
   kv_destroy(s->pages);
   mem_free(s->kv_slots);
-  mem_free(s->mass_row);
-  mem_free((void *)s->page_mass);
+  mem_free(s->blocks);
   mem_free(s->tokens);
   mem_free(s->positions);
   mem_free(s->rows);
@@ -110,7 +107,7 @@ static enum sits_status check_piece(const struct eval_session *s, const struct e
   return SITS_OK;
 }
 
-/* Pages for the piece, and its line of the block table. */
+/* Pages for the piece, its line of the block table, and its blocks. */
 static enum sits_status place_piece(struct eval_session *s, int32_t p, const struct eval_piece *piece, struct sits_error *err)
 {
   struct kv_move move;
@@ -118,27 +115,20 @@ static enum sits_status place_piece(struct eval_session *s, int32_t p, const str
   const int32_t *pages, slot = s->kv_slots[piece->slot];
   enum sits_status status = kv_reserve(s->pages, slot, kv_tokens(s->pages, slot) + piece->n_tokens, &move, &n_moves);
   if (status) return sits_fail(err, SITS_INTERNAL, "a step has more pages than its session");
+  if (s->page_budget > 0) {
+    status = page_budget_copy(s->pages, slot, s->runner.vtable, s->runner.kv);
+    if (status) return sits_fail(err, status, "the backend failed to copy blocks: %s", sits_status_info(status)->text);
+    s->blocks[p] = page_budget_blocks(s->pages, slot);
+  }
   const int32_t n = kv_pages(s->pages, slot, &pages);
   for (int32_t i = 0; i < s->slot_pages; i++) s->table[p * s->slot_pages + i] = i < n ? pages[i] : 0;
   return SITS_OK;
 }
 
-/* The pieces' tokens are in the cache: credit pages with the attention that they got, commit. */
-static void commit_pieces(struct eval_session *s, const struct eval_piece *pieces, int32_t n_pieces)
-{
-  for (int32_t p = 0; p < n_pieces; p++) {
-    const int32_t slot = s->kv_slots[pieces[p].slot];
-    for (int32_t t = s->starts[p]; s->page_budget > 0 && t < s->starts[p + 1]; t++)
-      if (t == s->starts[p] || s->mass_row[t] != s->mass_row[t - 1])
-        kv_credit(s->pages, slot, s->positions[t] / KV_TOKENS, s->page_mass + (int64_t)s->mass_row[t] * s->slot_pages);
-    kv_commit(s->pages, slot, pieces[p].tokens, pieces[p].n_tokens);
-  }
-}
-
 enum sits_status eval_step(struct eval_session *s, const struct eval_piece *pieces, int32_t n_pieces, const float **logits,
                            struct sits_error *err)
 {
-  int32_t n_tokens = 0, n_rows = 0, n_mass_rows = 0;
+  int32_t n_tokens = 0, n_rows = 0;
   for (int32_t p = 0; p < n_pieces; p++) {
     const struct eval_piece *piece = &pieces[p];
     const int32_t length = length_of(s, piece->slot);
@@ -148,24 +138,21 @@ enum sits_status eval_step(struct eval_session *s, const struct eval_piece *piec
     s->starts[p] = n_tokens;
     for (int32_t i = 0; i < piece->n_tokens; i++) {
       if (i >= piece->first_row) s->rows[n_rows++] = n_tokens;
-      if (i == 0 || (length + i) % KV_TOKENS == 0) n_mass_rows++;
-      if (s->page_budget > 0) s->mass_row[n_tokens] = n_mass_rows - 1;
       s->tokens[n_tokens] = piece->tokens[i];
       s->positions[n_tokens++] = length + i;
     }
     s->kv_lengths[p] = length + piece->n_tokens;
   }
   s->starts[n_pieces] = n_tokens;
-  if (s->page_budget > 0) memset((void *)s->page_mass, 0, (size_t)n_mass_rows * (size_t)s->slot_pages * sizeof *s->page_mass);
   const struct backend_batch batch = {
       .n_tokens = n_tokens, .n_seqs = n_pieces, .n_rows = n_rows, .tokens = s->tokens, .positions = s->positions, .seq_start = s->starts,
-      .kv_len = s->kv_lengths, .block_table = s->table, .table_stride = s->slot_pages, .row_token = s->rows, .mass_row = s->mass_row,
-      .page_mass = s->page_mass};
+      .kv_len = s->kv_lengths, .block_table = s->table, .table_stride = s->slot_pages, .row_token = s->rows,
+      .blocks = s->page_budget > 0 ? s->blocks : NULL};
   struct backend_result result = {0};
   enum sits_status status = s->runner.vtable->submit(s->runner.compiled, s->runner.kv, &batch);
   if (!status) status = s->runner.vtable->wait(s->runner.compiled, &result);
   if (status) return sits_fail(err, status, "the backend failed: %s", sits_status_info(status)->text);
-  commit_pieces(s, pieces, n_pieces);
+  for (int32_t p = 0; p < n_pieces; p++) kv_commit(s->pages, s->kv_slots[pieces[p].slot], pieces[p].tokens, pieces[p].n_tokens);
   *logits = result.logits;
   return SITS_OK;
 }

@@ -32,7 +32,7 @@ struct rig {
   struct backend_program *compiled;
   struct backend_kv *kv;
   int32_t n_pages;
-  _Atomic uint64_t *mass;          /* [parts][RIG_STRIDE] filled by each step, of sparse codecs; NULL: not asked for */
+  const struct backend_blocks *blocks; /* [parts] of each step, of sparse codecs; NULL: none */
 };
 
 #define RIG_OK(call, error) \
@@ -108,7 +108,7 @@ struct rig_part { const int32_t *tokens; int32_t n, p0; const int32_t *table; };
 static const float *rig_step(struct rig *rig, const struct rig_part *parts, int32_t n_parts, bool all_rows)
 {
   enum { MAX_TOKENS = 4096, MAX_SEQS = 64, STRIDE = RIG_STRIDE };
-  static int32_t mass_row[MAX_TOKENS], tokens[MAX_TOKENS], positions[MAX_TOKENS], rows[MAX_TOKENS];
+  static int32_t tokens[MAX_TOKENS], positions[MAX_TOKENS], rows[MAX_TOKENS];
   static int32_t starts[MAX_SEQS + 1], lens[MAX_SEQS], table[MAX_SEQS][STRIDE];
   int32_t T = 0, R = 0;
   memset(table, 0xff, sizeof table);
@@ -118,7 +118,6 @@ static const float *rig_step(struct rig *rig, const struct rig_part *parts, int3
     for (int32_t i = 0; i < parts[s].n; i++, T++) {
       tokens[T] = parts[s].tokens[i];
       positions[T] = parts[s].p0 + i;
-      mass_row[T] = s;
       if (all_rows || i == parts[s].n - 1) rows[R++] = T;
     }
     for (int32_t i = 0; i < (lens[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS; i++) table[s][i] = parts[s].table[i];
@@ -126,7 +125,7 @@ static const float *rig_step(struct rig *rig, const struct rig_part *parts, int3
   starts[n_parts] = T;
   const struct backend_batch batch = {.n_tokens = T, .n_seqs = n_parts, .n_rows = R, .tokens = tokens, .positions = positions,
                                       .seq_start = starts, .kv_len = lens, .block_table = table[0], .table_stride = STRIDE,
-                                      .row_token = rows, .mass_row = mass_row, .page_mass = rig->mass};
+                                      .row_token = rows, .blocks = rig->blocks};
   struct backend_result result;
   assert_int_equal(rig->vt->submit(rig->compiled, rig->kv, &batch), SITS_OK);
   assert_int_equal(rig->vt->wait(rig->compiled, &result), SITS_OK);

@@ -44,7 +44,7 @@ static inline void rig_open(struct rig *rig, struct engine_options options, int3
   static const int32_t end = RIG_END;
   struct sits_error err;
   struct fake_options fake = {.n_vocab = options.n_vocab, .max_batch_tokens = options.max_num_batched_tokens, .max_rows = options.max_rows,
-                              .n_pages = n_pages};
+                              .n_pages = n_pages, .n_columns = options.geometry.n_kv_heads};
   log_set_level(LOG_WARN);
   assert_int_equal(fake_rig_init(&rig->fake, &fake), 0);
   if (!options.vtable) options.vtable = fake_vtable();

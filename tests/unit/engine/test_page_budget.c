@@ -1,34 +1,34 @@
-/* Sequences under a page budget: which pages they lose follows from their text alone, so answers equal a plain model's whatever else runs,
+/* Sequences under a page budget: which blocks they lose follows from their text alone, so answers equal a plain model's whatever else runs,
  * however prompts are cut, forked and pre-empted; and no sequence ever holds more than its budget. */
 #include "unit/engine/engine_rig.h"
 
 #include "kv/kv.h"
+#include "ref/ref_sparse.h"
 
-enum { BUDGET = 9, MOST = 1500, N = 5 };
+enum { BUDGET = 9, MOST = 1500, N = 5, COLUMNS = 3 };
 
-/* The model: pages fill up one after the other; when the last allowed one is full, the least worthy behind the first and before the newest
- * goes; what a page is worth fades by an eighth with each new page. Writes n_out tokens. */
+/* The model: pages fill up one after the other; once the last allowed one is full, a page's worth of blocks goes before each new page.
+ * Writes n_out tokens. */
 static void expect(const int32_t *prompt, int32_t n_prompt, int32_t n_out, int32_t *out, int32_t *n_dropped)
 {
-  static int32_t tokens[MOST + 1], kept[MOST + 1];
-  uint64_t worth[MOST / KV_TOKENS + 1] = {0};
-  bool gone[MOST / KV_TOKENS + 1] = {false};
+  static int32_t tokens[MOST + 1], kept[(MOST + 1) * COLUMNS];
+  uint64_t given[MOST / KV_TOKENS + 1][COLUMNS] = {{0}};
+  bool gone[MOST / KV_TOKENS + 1][COLUMNS] = {{false}};
   *n_dropped = 0;
   memcpy(tokens, prompt, (size_t)n_prompt * sizeof *prompt);
   for (int32_t at = 0; at < n_prompt + n_out - 1; at++) {
-    int32_t page = at / KV_TOKENS, least = -1;
+    int32_t page = at / KV_TOKENS;
     if (at % KV_TOKENS == 0 && page - *n_dropped == BUDGET) {
-      for (int32_t i = 1; i < page - KV_NEWEST_KEPT; i++)
-        if (!gone[i] && (least < 0 || worth[i] < worth[least])) least = i;
-      gone[least] = true;
+      ref_drop_blocks(given[0], gone[0], COLUMNS, page);
       ++*n_dropped;
     }
-    for (int32_t i = 0; at % KV_TOKENS == 0 && i < page; i++) worth[i] -= worth[i] / 8;
-    for (int32_t i = 0; i <= page; i++) worth[i] += gone[i] ? 0 : fake_mass(tokens[at], at, i);
+    for (int32_t i = 0; i <= page - KV_NEWEST_KEPT; i++)
+      for (int32_t c = 0; c < COLUMNS; c++) given[i][c] += gone[i][c] ? 0 : fake_given(tokens[at], at, i, c);
     if (at < n_prompt - 1) continue;
     int32_t n = 0;
     for (int32_t i = 0; i <= at; i++)
-      if (!gone[i / KV_TOKENS]) kept[n++] = tokens[i];
+      for (int32_t c = 0; c < COLUMNS; c++)
+        if (!gone[i / KV_TOKENS][c]) kept[n++] = tokens[i];
     tokens[at + 1] = out[at + 1 - n_prompt] = fake_next(RIG_VOCAB, kept, n);
   }
 }
@@ -37,6 +37,7 @@ static struct engine_options budget_options(void)
 {
   struct engine_options o = rig_options();
   o.geometry.codec = KV_FP4_SPARSE;
+  o.geometry.n_kv_heads = COLUMNS;
   o.page_budget = BUDGET;
   o.max_model_len = MOST;
   o.spec_max_tokens = 4; /* turned off by the engine */

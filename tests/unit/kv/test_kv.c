@@ -122,7 +122,7 @@ static void test_fork_copies_on_write(void **state)
   const int32_t *pages_a, *pages_b;
   kv_pages(kv, a, &pages_a);
   int32_t shared = pages_a[1];
-  assert_true(kv_must_copy(kv, b));
+  assert_int_equal(kv_extra(kv, b), 1);
   assert_int_equal(kv_need(kv, b, 101), 1);
   assert_int_equal(kv_reserve(kv, b, 101, &move, &n_moves), SITS_OK);
   assert_int_equal(n_moves, 1);
@@ -131,7 +131,7 @@ static void test_fork_copies_on_write(void **state)
   assert_int_equal(move.to_page, pages_b[1]);
   assert_int_equal(kv_reserve(kv, c, 101, &move, &n_moves), SITS_OK);
   assert_int_equal(n_moves, 2);
-  assert_false(kv_must_copy(kv, a)); /* the last one left writes in place */
+  assert_int_equal(kv_extra(kv, a), 0); /* the last one left writes in place */
   kv_commit(kv, a, tokens + 100, 1);
   kv_commit(kv, b, tokens + 100, 1);
   kv_commit(kv, c, tokens + 100, 1);
@@ -214,6 +214,51 @@ static void test_swap_places(void **state)
   kv_destroy(kv);
 }
 
+/* Eight pages of two blocks are full. Of pages 1 to 3 the two blocks that got least for each page of queries go, the rest of page 3 moves
+ * to where one was. A fork shares all that it has, and needs pages of its own to do so. */
+static void test_budget_drops_the_least_blocks(void **state)
+{
+  struct kv *kv = NULL;
+  struct kv_options options = {.n_pages = 20, .n_slots = 2, .max_pages = 12, .prefix_caching = true, .page_budget = 8, .n_columns = 2};
+  static const uint64_t got[8][2] = {{0, 0}, {30, 300}, {40, 10}, {9, 100}}; /* over 3, 2, 1 pages of queries */
+  int32_t tokens[640], slot, twin, n_moves = 0;
+  struct kv_move move;
+  struct kv_blocks blocks;
+  const int32_t *pages, (*copies)[2];
+  fill(tokens, 640, 1);
+  assert_int_equal(kv_create(&options, &kv), SITS_OK);
+  put(kv, NOBODY, tokens, 512, &slot);
+  kv_pages(kv, slot, &pages);
+  const int32_t first = pages[1], second = pages[2], third = pages[3];
+  kv_blocks(kv, slot, &blocks);
+  assert_null(blocks.numbers);
+  for (int i = 0; i < 16; i++) blocks.given[i] += got[i / 2][i % 2];
+  assert_int_equal(kv_extra(kv, slot), -1);
+  assert_int_equal(kv_need(kv, slot, 513), 0);
+  assert_int_equal(kv_reserve(kv, slot, 513, &move, &n_moves), SITS_OK);
+  assert_int_equal(kv_block_copies(kv, slot, &copies), 1);
+  assert_int_equal(copies[0][0], third * 2 + 1);
+  assert_int_equal(copies[0][1], second * 2 + 1);
+  kv_blocks(kv, slot, &blocks);
+  const int32_t want[3][2] = {{first * 2, first * 2 + 1}, {second * 2, KV_DROPPED}, {KV_DROPPED, second * 2 + 1}};
+  assert_memory_equal(blocks.numbers + 2, want, sizeof want);
+  for (int i = 0; i < 9; i++) assert_int_equal(pages[i] == KV_DROPPED, i >= 1 && i <= 3);
+  assert_int_equal(kv_held(kv, slot), 8);
+  kv_commit(kv, slot, tokens + 512, 64);
+  expect_counts(kv, 12, 0, 8);
+  assert_int_equal(kv_fork(kv, slot, &twin), SITS_OK);
+  expect_counts(kv, 12, 0, 8);
+  assert_int_equal(kv_extra(kv, slot), 2);
+  assert_int_equal(kv_reserve(kv, slot, 577, &move, &n_moves), SITS_OK);
+  expect_counts(kv, 9, 0, 11);
+  assert_int_equal(kv_extra(kv, twin), -1); /* the other has left the shared pages */
+  assert_int_equal(n_moves, 0);
+  kv_close(kv, slot);
+  kv_close(kv, twin);
+  expect_counts(kv, 20, 0, 0);
+  kv_destroy(kv);
+}
+
 static void test_creation_survives_no_memory(void **state)
 {
 #ifndef SITS_DEBUG_CHECKS
@@ -222,7 +267,8 @@ static void test_creation_survives_no_memory(void **state)
 #ifndef SITS_DEBUG_CHECKS
   skip(); /* this build counts no allocations */
 #endif
-  struct kv_options options = {.n_pages = 8, .n_slots = 2, .max_pages = 8, .n_host_pages = 4, .prefix_caching = true};
+  struct kv_options options = {.n_pages = 8, .n_slots = 2, .max_pages = 8, .n_host_pages = 4, .prefix_caching = true,
+                               .page_budget = KV_LEAST_BUDGET, .n_columns = 2};
   for (uint64_t n = 1; n < 100; n++) {
     struct kv *kv = NULL;
     mem_fault_arm(n);
@@ -247,7 +293,7 @@ int main(void)
       cmocka_unit_test(test_prefix_is_shared_in_whole_pages), cmocka_unit_test(test_owners_never_share),
       cmocka_unit_test(test_oldest_tail_is_evicted_first), cmocka_unit_test(test_fork_copies_on_write),
       cmocka_unit_test(test_reserve_all_or_nothing), cmocka_unit_test(test_twins_are_indexed_once), cmocka_unit_test(test_swap_places),
-      cmocka_unit_test(test_creation_survives_no_memory),
+      cmocka_unit_test(test_budget_drops_the_least_blocks), cmocka_unit_test(test_creation_survives_no_memory),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
