@@ -18,7 +18,7 @@ enum cpu_isa {
 enum cpu_isa cpu_isa_best(void);
 
 /* Whether a kernel that reads one long stream should prefetch along it by hand: true on Intel, whose streams of a few loads in flight
- * per core fall short of the memory (bench/NOTES.md: a quarter of the decode rate), false elsewhere, where the instructions only take the
+ * per core fall short of the memory (bench/NOTES.md: a third of the decode rate), false elsewhere, where the instructions only take the
  * place of loads. Thread-safe. */
 bool cpu_isa_prefetches(void);
 

@@ -25,6 +25,7 @@
 
 #define PREFETCH_BYTES 2048
 #define PREFETCH_FROM 6             /* tokens; with fewer, loads run far enough ahead by themselves, but on Intel (w->prefetches) */
+#define PREFETCH_FAR 8192           /* into L2, on Intel: what may be in flight to L1 alone does not fill the memory's latency */
 
 struct group {
   __m512i w[CPU_VECTORS];
@@ -134,44 +135,68 @@ INLINE __m512i dot4(__m512i acc, __m512i u, const uint8_t *at)
 
 INLINE __mmask16 row_mask(int64_t n) { return n >= W ? 0xffff : (__mmask16)((1U << n) - 1); }
 
-/* One group of a row tile times n_tokens tokens of one act tile of n (records at rec and second). */
-INLINE void add_group(int halves, int mins, const struct group *q, const uint8_t *rec, const uint8_t *second, int n, int n_tokens,
-                      __m512 *y)
+/* Where the records of a group begin, of the act tile that holds token t of `direct`. */
+struct records { const uint8_t *rec[2], *second[2]; };
+
+/* One group of a row tile times nt tokens of act tiles of n. The tokens' dot products go side by side, and those of a lone token in two
+ * chains: a chain of eight waits for itself, and no more than three of them fit the scheduler. */
+INLINE void add_group(int halves, int mins, const struct group *q, const struct records *at, int n, int nt, __m512 *y)
 {
-  for (int t = 0; t < n_tokens; t++) {
-    __m512 s = broadcast_ps(rec + 32 * n + 4 * t);
-    for (int h = 0; h < halves; h++) {
-      const uint8_t *pair = halves == 1 ? rec + 36 * n + 4 * t : second + 4 * n * h + 4 * t;
-      const uint8_t *x = halves == 1 ? rec + 40 * n + 4 * t : second + 8 * n + 4 * n * h + 4 * t;
-      __m512i dot = _mm512_madd_epi16(q->n[h], broadcast32(pair));
-      const int first = 8 / halves * h, end = 8 / halves * (h + 1);
+  for (int h = 0; h < halves; h++) {
+    const int first = 8 / halves * h, end = 8 / halves * (h + 1), middle = nt == 1 ? (first + end) / 2 : end;
+    __m512i dot[DIRECT_TOKENS], other = _mm512_setzero_si512();
+    for (int t = 0; t < nt; t++) {
+      const uint8_t *pairs = halves == 1 ? at->rec[t / 4] + 36 * n : at->second[t / 4] + 4 * n * h;
+      dot[t] = _mm512_madd_epi16(q->n[h], broadcast32(pairs + 4 * (t % 4)));
+    }
 #pragma GCC unroll 8
-      for (int v = first; v < end; v++) dot = dot4(dot, q->w[v], rec + 32 * t + 4 * v);
-      y[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(q->d[h], s), y[t]);
-      if (mins) y[t] = _mm512_fmadd_ps(q->m[h], broadcast_ps(x), y[t]);
+    for (int v = first; v < middle; v++) {
+#pragma GCC unroll 8
+      for (int t = 0; t < nt; t++) dot[t] = dot4(dot[t], q->w[v], at->rec[t / 4] + 32 * (t % 4) + 4 * v);
+      if (nt == 1) other = dot4(other, q->w[v + end - middle], at->rec[0] + 4 * (v + end - middle));
+    }
+    if (nt == 1) dot[0] = _mm512_add_epi32(dot[0], other);
+    for (int t = 0; t < nt; t++) {
+      __m512 s = broadcast_ps(at->rec[t / 4] + 32 * n + 4 * (t % 4));
+      y[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t]), _mm512_mul_ps(q->d[h], s), y[t]);
+      if (!mins) continue;
+      const uint8_t *x = halves == 1 ? at->rec[t / 4] + 40 * n : at->second[t / 4] + 8 * n + 4 * n * h;
+      y[t] = _mm512_fmadd_ps(q->m[h], broadcast_ps(x + 4 * (t % 4)), y[t]);
     }
   }
 }
 
-/* One row tile times nt = 1, 2, 4, 6 or 8 tokens, those of the act tiles (n tokens each) from `act` on; n_tokens of them are real. */
+/* The line `far` bytes ahead into the L2 cache (0: not), the one `near` ahead into L1. */
+INLINE void prefetch(const char *at, size_t far, size_t near)
+{
+  if (far > 0) _mm_prefetch(at + far, _MM_HINT_T1);
+  _mm_prefetch(at + near, _MM_HINT_T0);
+}
+
+/* One row tile times nt = 1 .. 8 tokens, those of the act tiles (n tokens each) from `act` on; n_tokens of them are real. */
 INLINE void direct(CPU_FORMAT_PARAMS, int n, int nt, const struct cpu_weight *w, const uint8_t *tile, const uint8_t *act, int32_t n_tokens,
                    float *y, int64_t ldy, __mmask16 mask)
 {
   const int64_t groups = w->k / CPU_GROUP;
-  const size_t act_tile = cpu_act_tile_bytes_q8(w->k, n);
-  const uint8_t *chunk = tile, *rec = act, *second = act + groups * CPU_RECORD_BYTES * n;
+  const size_t act_tile = nt > 4 ? cpu_act_tile_bytes_q8(w->k, n) : 0, far = w->prefetches ? PREFETCH_FAR : 0;
+  const uint8_t *chunk = tile, *second = act + groups * CPU_RECORD_BYTES * n;
   const bool prefetches = nt >= PREFETCH_FROM || w->prefetches;
+  struct records at = {{act, act + act_tile}, {second, second + act_tile}};
   __m512 sum[DIRECT_TOKENS];
   for (int t = 0; t < nt; t++) sum[t] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; g += CPU_CHUNK_GROUPS, chunk += CPU_CHUNK_BYTES) {
-    const char *ahead = (const char *)chunk + PREFETCH_BYTES;
-    for (int i = 0; prefetches && i < CPU_HEADER_BYTES; i += 64, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
-    for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++, rec += CPU_RECORD_BYTES * n, second += CPU_SECOND_BYTES * n) {
+    const char *line = (const char *)chunk;
+    for (int i = 0; prefetches && i < CPU_HEADER_BYTES; i += 64, line += 64) prefetch(line, far, PREFETCH_BYTES);
+    for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++) {
       struct group q;
-      for (int i = 0; prefetches && i < low + high; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+      for (int i = 0; prefetches && i < low + high; i++, line += 64) prefetch(line, far, PREFETCH_BYTES);
       unpack(CPU_FORMAT_ARGS, chunk, j, &q);
-      add_group(halves, mins, &q, rec, second, n, nt > 4 ? 4 : nt, sum);
-      if (nt > 4) add_group(halves, mins, &q, rec + act_tile, second + act_tile, n, nt - 4, sum + 4);
+      __asm__("" : "+r"(at.rec[0]), "+r"(at.rec[1])); /* opaque: see panel_tile */
+      add_group(halves, mins, &q, &at, n, nt, sum);
+      for (int i = 0; i < 2; i++) {
+        at.rec[i] += CPU_RECORD_BYTES * n;
+        at.second[i] += CPU_SECOND_BYTES * n;
+      }
     }
   }
   for (int t = 0; t < nt; t++)
@@ -192,9 +217,14 @@ INLINE void directs(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t
       for (int32_t t = 0; t < n_tokens; t += 8) {
         const uint8_t *first = act + act_tile * (size_t)(t / 4);
         int32_t left = n_tokens - t;
-        if (left > 6) direct(CPU_FORMAT_ARGS, 4, 8, w, tile, first, left, y + t * ldy + r, ldy, mask);
-        else if (left > 4) direct(CPU_FORMAT_ARGS, 4, 6, w, tile, first, left, y + t * ldy + r, ldy, mask);
-        else direct(CPU_FORMAT_ARGS, 4, 4, w, tile, first, left, y + t * ldy + r, ldy, mask);
+#define DIRECT(nt) direct(CPU_FORMAT_ARGS, 4, nt, w, tile, first, left, y + t * ldy + r, ldy, mask)
+        if (left > 7) DIRECT(8);
+        else if (left > 6) DIRECT(7);
+        else if (left > 5) DIRECT(6);
+        else if (left > 4) DIRECT(5);
+        else if (left > 3) DIRECT(4);
+        else DIRECT(3);
+#undef DIRECT
       }
   }
 }
