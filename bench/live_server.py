@@ -1,9 +1,6 @@
-"""A real server under load on this machine; sits2026-bench serve is the client.
+"""A real server under many times the load that it can carry: refusals with Retry-After, latency of what is accepted, memory, health.
 
-  policies  replay a trace at rising speed under each scheduling policy: the highest speed at which P99 targets hold (as simulate, but live)
-  overload  many times what the server can do: refusals with Retry-After, latency of what is accepted, memory, health
-
-Each prints one JSON object; --json FILE writes it. The server runs with the options of the case, shown under "server"."""
+sits2026-bench serve is the client. Prints one JSON object; --json FILE writes it. live_policies.py uses the server and the client."""
 import argparse, datetime, json, os, pathlib, signal, socket, subprocess, sys, tempfile, threading, time, urllib.error, urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -65,34 +62,12 @@ def brief(run):
     return keep | {k: {q: run[k][q] for q in ("p50", "p99", "max")} for k in ("ttft_ms", "itl_ms")}
 
 
-def policies(a):
-    cases = [("static", n) for n in a.static_batches] + [(p, a.max_num_seqs) for p in ("continuous", "chunked", "alps")]
-    results, goodput = [], {}
-    for policy, n_seqs in cases:
-        if a.policy and policy != a.policy:
-            continue
-        options = ["--policy", policy, "--max-num-seqs", n_seqs, "--max-num-batched-tokens", a.max_num_batched_tokens,
-                   "--speculative-tokens", 0, "--no-enable-prefix-caching", "--max-queued-requests", 100000]
-        if policy == "alps":
-            options += ["--itl-target-ms", a.itl_target_ms, "--ttft-target-ms", a.ttft_target_ms]
-        server = Server(a.bin, a.model, *options)
-        load(a.bin, server, "--concurrency", 4, "--requests", 40, "--n-vocab", 400)  # warm: pages touched, costs learned
-        speed = a.lowest_speed
-        best = 0
-        while speed <= a.highest_speed:
-            run = load(a.bin, server, "--trace", a.trace, "--speedup", speed, "--duration-s", a.duration_s, "--requests", 100000,
-                       "--max-prompt", a.max_prompt, "--max-output", a.max_output, "--n-vocab", 400)
-            good = run["ttft_ms"]["p99"] <= a.ttft_target_ms and run["itl_ms"]["p99"] <= a.itl_target_ms and run["failed"] == 0
-            results.append({"policy": policy, "max_num_seqs": n_seqs, "speedup": speed, "holds": good} | brief(run))
-            print(f"{policy:10} {n_seqs:4} speed {speed:6.2f}: ttft p99 {run['ttft_ms']['p99']:8.1f} itl p99 {run['itl_ms']['p99']:7.1f} ms"
-                  f"{'' if good else ' broken'}", file=sys.stderr, flush=True)
-            if not good:
-                break
-            best = speed
-            speed = round(speed * a.step, 3)
-        server.stop()
-        goodput[policy] = max(best, goodput.get(policy, 0))
-    return {"goodput": goodput, "runs": results}
+def header(name):
+    """What every results file says of its origin."""
+    machine = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "bench": name, "cpu": machine,
+            "cores": os.cpu_count(), "commit": commit, "command": [pathlib.Path(w).name if os.path.isabs(w) else w for w in sys.argv]}
 
 
 def overload(a):
@@ -139,22 +114,11 @@ def overload(a):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["policies", "overload"])
     parser.add_argument("--bin", type=pathlib.Path, default=ROOT / "build/release/bin")
     parser.add_argument("--model", required=True)
     parser.add_argument("--json")
-    parser.add_argument("--trace", help="policies: CSV of TIMESTAMP,ContextTokens,GeneratedTokens")
-    parser.add_argument("--policy", help="policies: only this one")
-    parser.add_argument("--static-batches", type=int, nargs="*", default=[16, 32])
     parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
-    parser.add_argument("--max-prompt", type=int, default=1024)
-    parser.add_argument("--max-output", type=int, default=128)
     parser.add_argument("--itl-target-ms", type=float, default=50)
-    parser.add_argument("--ttft-target-ms", type=float, default=1000)
-    parser.add_argument("--lowest-speed", type=float, default=1)
-    parser.add_argument("--highest-speed", type=float, default=64)
-    parser.add_argument("--step", type=float, default=1.3)
     parser.add_argument("--duration-s", type=float, default=12)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--times", type=float, default=20)
@@ -163,12 +127,7 @@ def main():
     parser.add_argument("--output-tokens", type=int, default=24)
     parser.add_argument("--calibrate-s", type=float, default=15)
     a = parser.parse_args()
-    machine = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
-    out = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "bench": "live_" + a.what, "cpu": machine,
-           "cores": os.cpu_count(), "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
-                                                             text=True).stdout.strip(),
-           "command": [pathlib.Path(w).name if os.path.isabs(w) else w for w in sys.argv]}
-    out |= policies(a) if a.what == "policies" else overload(a)
+    out = header("live_overload") | overload(a)
     text = json.dumps(out, indent=1)
     open(a.json, "w").write(text + "\n") if a.json else print(text)
 

@@ -1,8 +1,10 @@
 """sits2026-bench: what it cannot measure is refused, not reported."""
+import json
 import subprocess
+import sys
 
 import pytest
-from conftest import BIN, DATA, SLOW, TINY
+from conftest import BIN, DATA, ROOT, SLOW, TINY
 
 TEXT = DATA / "text" / "pride_and_prejudice.txt"
 
@@ -56,3 +58,47 @@ def test_lists_hold_sizes(sizes):
     done = subprocess.run([str(BIN / "sits2026-bench"), "steps", "--model", str(TINY), "--device", "cpu", "--threads", "1", "--rounds", "1",
                            "--depths", "1", "--chunks", sizes], capture_output=True, text=True, timeout=60 * SLOW)
     assert done.returncode == 2 and "lists such as" in done.stderr and not done.stdout, (done.returncode, done.stderr)
+
+
+@pytest.mark.skipif(not TINY.exists(), reason="shared test data absent")
+def test_stall_tells_what_steps_consist_of():
+    done = subprocess.run([str(BIN / "sits2026-bench"), "engine", "--model", str(TINY), "--device", "cpu", "--threads", "1", "--scenario",
+                           "stall", "--prompt", "300", "--quiet-tokens", "40", "--targets", "1,1000"], capture_output=True, text=True,
+                          timeout=60 * SLOW)
+    assert done.returncode == 0, done.stderr
+    whole, alps = json.loads(done.stdout)["results"]
+    assert whole["share_of_time_left"] == 0 and whole["itl_worst_ms"] >= 0.5 * whole["took_ms"]  # everybody waits for the prompt
+    assert alps["itl_target_ms"] == pytest.approx(10 * whole["quiet_p99_ms"], abs=0.002)
+    assert alps["share_of_time_left"] == pytest.approx(alps["alone_ms"] / 0.9 / alps["took_ms"], rel=0.01)
+    for row in whole, alps:
+        assert row["worst_steps"]
+        for step in row["worst_steps"]:
+            assert 0 < step["batch_us"] + step["sliced_us"] <= step["step_us"] <= row["worst_steps"][0]["step_us"]
+    assert max(step["prompt_tokens"] for step in whole["worst_steps"]) == 300
+
+
+@pytest.mark.skipif(not TINY.exists(), reason="shared test data absent")
+def test_replay_beside_the_simulation(tmp_path):
+    """A few requests of a trace live under two policies; the simulation beside them has the very same ones."""
+    trace, cost, out = tmp_path / "trace.csv", tmp_path / "cost.json", tmp_path / "out.json"
+    rows = [f"2023-11-16 18:{15 + i // 60}:{i % 60:02}.1234567,{800 + i},{60 + i}" for i in range(0, 90, 3)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    keys = ["weight_bytes", "head_bytes", "kv_bytes_per_token", "linear_flops_per_token", "head_flops_per_row", "attention_flops_per_pair",
+            "read_bytes_per_s", "weight_read_share", "head_read_share", "kv_read_share", "small_batch_tokens", "small_batch_flops",
+            "large_batch_flops", "fixed_us"]
+    cost.write_text(json.dumps({k: 1 for k in keys} | {"read_bytes_per_s": 1e9, "attention_flops": 1e9, "kv_memory_bytes": 1e6,
+                                                        "max_batch_tokens": 512, "points": [[1, 300], [64, 2000], [4096, 120000]]}))
+    command = [sys.executable, str(ROOT / "bench" / "live_policies.py"), "replay", "--bin", str(BIN), "--model", str(TINY), "--cost",
+               str(cost), "--trace", str(trace), "--minutes", "0", "1", "--prompt-by", "16", "--output-by", "8", "--duration-s", "2",
+               "--speeds", "5",
+               "--itl-targets-ms", "50", "5000", "--ttft-target-ms", "60000", "--max-num-batched-tokens", "512", "--json", str(out)]
+    for policies in ["static"], ["alps"]:  # the second run adds to the first
+        done = subprocess.run([*command, "--policies", *policies], capture_output=True, text=True, timeout=60 * SLOW)
+        assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert [(r["policy"], r["itl_target_ms"]) for r in result["runs"]] == [("static", 0), ("alps", 50), ("alps", 5000)]
+    for run in result["runs"]:
+        assert run["live"]["sent"] == run["live"]["done"] == 4 and run["live"]["failed"] == 0  # at 0, 3, 6 and 9 s of the trace
+        assert 0 < run["simulated"]["itl_p99_ms"] < run["simulated"]["ttft_p99_ms"] < 60000
+    assert result["carried_live"]["5000"]["alps"] == result["carried_simulated"]["5000"]["static"] == 5
+    assert len(result["commands"]) == 2

@@ -34,6 +34,7 @@ static const struct option_spec specs[] = {
     {"prompt", OPTION_INT, AT(prompt), "2000", 16, 1e6, "tokens", 0, NULL, "stall, prefix", "Long prompt, or common part."},
     {"quiet-tokens", OPTION_INT, AT(quiet_tokens), "300", 40, 1e6, "tokens", 0, NULL, "stall",
      "What each stream says undisturbed; as much as while the prompt is read, since contexts grow meanwhile and steps with them."},
+    {"stream-prompt", OPTION_INT, AT(stream_prompt), "64", 1, 1e6, "tokens", 0, NULL, "stall", "What each stream begins with."},
     {"chats", OPTION_INT, AT(chats), "64", 2, 1e4, "chats", 0, NULL, "prefix", "Requests with the common beginning."},
     {"text", OPTION_STRING, AT(text), "", 0, 0, "", 0, NULL, "speculation", "File whose passages are repeated."},
     {"texts", OPTION_INT, AT(texts), "10", 1, 1000, "passages", 0, NULL, "speculation", "Passages."},

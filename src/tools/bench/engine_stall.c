@@ -2,8 +2,10 @@
  *
  * A case opens its own engine: the prompt alone, the streams undisturbed, the streams beside the prompt. The target is a multiple of the
  * undisturbed P99 that the first case measured, which reads the prompt whole and shows the stall. A target of x times that P99 leaves
- * (x-1)/x of each interval, so the prompt could be read in alone * x/(x-1): "share_of_time_left" is that over what it took. The longest
- * steps beside the prompt are listed with what they consisted of. Entry point: engine_bench_stall. */
+ * (x-1)/x of each interval, so the prompt could be read in alone * x/(x-1): "share_of_time_left" is that over what it took. Steps of the
+ * streams grow with their contexts, with the prompt or without: --stream-prompt makes those so long that they hardly change meanwhile
+ * (a repeated beginning comes from the prefix cache). The longest steps beside the prompt are listed with what they consisted of.
+ * Entry point: engine_bench_stall. */
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -57,12 +59,13 @@ static void take(struct stream *s, double *gaps, int64_t *n_gaps)
   }
 }
 
+/* Each begins with a prompt of its own, the same every time. */
 static void start_streams(struct scene *c)
 {
-  int32_t prompt[64];
+  const int64_t n = c->run.options->stream_prompt;
   for (int i = 0; i < STREAMS; i++) {
-    engine_bench_prompt(prompt, 64, c->n_vocab, 100 + (uint32_t)i);
-    c->streams[i] = (struct stream){.request = engine_bench_submit(&c->run, prompt, 64, c->most_tokens)};
+    engine_bench_prompt(c->prompt, n, c->n_vocab, 100 + (uint32_t)i);
+    c->streams[i] = (struct stream){.request = engine_bench_submit(&c->run, c->prompt, n, c->most_tokens)};
   }
 }
 
@@ -127,14 +130,16 @@ static bool measure(const struct engine_bench_options *o, double itl_target_ms, 
   struct scene *c = &scene;
   struct instance_options more = {.max_num_seqs = 8, .itl_target_us = (int64_t)(itl_target_ms * 1000),
                                   .policy = is_whole ? "continuous" : "alps", .on_step = note_step, .step_user = &step_log,
+                                  .prefix_caching = true,
                                   .max_num_batched_tokens = is_whole ? (int32_t)o->prompt : 512};
   struct instance_info info;
-  if (!engine_bench_open(&c->run, o, more, o->prompt + 1)) return false;
+  const int64_t longest = o->prompt > o->stream_prompt ? o->prompt : o->stream_prompt;
+  if (!engine_bench_open(&c->run, o, more, longest + 1)) return false;
   instance_info(c->run.instance, &info);
   c->n_vocab = instance_model(c->run.instance)->config.n_vocab;
-  c->most_tokens = info.max_model_len - 64;
+  c->most_tokens = info.max_model_len - (int32_t)o->stream_prompt;
   c->n_prompt = o->prompt;
-  c->prompt = mem_calloc((size_t)o->prompt, sizeof *c->prompt);
+  c->prompt = mem_calloc((size_t)longest, sizeof *c->prompt);
   if (!c->prompt) return false;
   out->alone_ms = read_alone(c);
   start_streams(c);
