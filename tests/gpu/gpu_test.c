@@ -38,6 +38,10 @@ int32_t gpu_open(void) {
   return sms;
 }
 
+bool gpu_is_small(void) {
+  return getenv("SITS_GPU_SMALL") != NULL;
+}
+
 struct k_stream gpu_stream(void) {
   return (struct k_stream){0, false};
 }

@@ -13,6 +13,8 @@
 #include "kernels.h"
 
 int32_t gpu_open(void);                          /* number of SMs; exits 77 without a device of compute capability 9 */
+bool gpu_is_small(void);                         /* SITS_GPU_SMALL is set: fewer and smaller cases, one rank, no waiting for a time to pass;
+                                                    for checkers that slow a device down a hundred times and run one kernel at a time */
 struct k_stream gpu_stream(void);
 int gpu_finish(void);                            /* prints the counts, frees all buffers; 0 when every case passed */
 

@@ -248,6 +248,7 @@ static void many_tokens(void)
 {
   static const int32_t tokens[] = {1, 16, 17, 32, 33, 64, 65, 96, 100, 128, 130, 300};
   for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
+    if (gpu_is_small() && tokens[t] > 100) break;
     const enum k_w4a8_output whole = t % 2 ? K_W4A8_F16 : K_W4A8_SWIGLU;
     for (int is_grouped = 0; is_grouped < 2; is_grouped++) {
       run_w4a8(144, 256, tokens[t], K_W4A8_SLAB_F32, is_grouped);
@@ -263,8 +264,9 @@ static void many_tokens(void)
     run_w4a8(256, 14336, 64, K_W4A8_SLAB_F32, is_grouped);
     run_w4a8(100, 200, 20, K_W4A8_F32, is_grouped);
     run_w4a8(40000, 384, 24, K_W4A8_F32, is_grouped); /* more chunks than SMs: several items a CTA */
-    run_w4a8(40000, 384, 70, K_W4A8_F32, is_grouped);
+    if (!gpu_is_small()) run_w4a8(40000, 384, 70, K_W4A8_F32, is_grouped);
   }
+  if (gpu_is_small()) return;
   run_w4a8(40000, 384, 128, K_W4A8_SWIGLU, false);
   run_w4a8(6000, 4096, 200, K_W4A8_SLAB_F32, false); /* the same with two k groups */
   run_w4a8(40000, 640, 64, K_W4A8_SWIGLU_S8, true);
