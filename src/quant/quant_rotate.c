@@ -6,6 +6,7 @@
 
 #include "base/hash.h"
 #include "base/mem.h"
+#include "tensor/walsh.h"
 
 #define MOST_PALEY 512               /* largest order tried: its product costs order^2 / order operations a value */
 
@@ -105,24 +106,13 @@ void quant_rotation_destroy(struct quant_rotation *rotation)
   mem_free(rotation);
 }
 
-static void walsh(float *x, int32_t n)
-{
-  for (int32_t half = 1; half < n; half *= 2)
-    for (int32_t i = 0; i < n; i += 2 * half)
-      for (int32_t j = i; j < i + half; j++) {
-        const float a = x[j], b = x[j + half];
-        x[j] = a + b;
-        x[j + half] = a - b;
-      }
-}
-
 /* One run of n: signs, Walsh-Hadamard inside each of the odd parts, Paley across them. */
 static void rotate_run(const struct quant_rotation *r, float *x, float *work)
 {
   const int32_t parts = r->n / r->walsh;
   const float norm = 1.0F / sqrtf((float)r->walsh * (float)r->odd);
   for (int32_t i = 0; i < r->n; i++) x[i] *= r->signs[i];
-  for (int32_t p = 0; p < parts; p++) walsh(x + (int64_t)p * r->walsh, r->walsh);
+  for (int32_t p = 0; p < parts; p++) walsh_transform(x + (int64_t)p * r->walsh, r->walsh);
   if (r->paley) {
     memset(work, 0, (size_t)r->n * sizeof *work);
     for (int32_t p = 0; p < r->odd; p++)

@@ -14,6 +14,7 @@
 
 #include "backend/backend.h"
 #include "backend/cpu/cpu_kv_code.h"
+#include "tensor/walsh.h"
 
 #define P KV_PAGE_TOKENS
 #define INLINE static inline __attribute__((always_inline))
@@ -421,13 +422,7 @@ static void op_to_f16(const float *x, int32_t n, uint16_t *y)
 #ifndef CPU_OPS_OWN_HADAMARD
 static void op_hadamard(float *x, int32_t n)
 {
-  for (int32_t half = 1; half < n; half *= 2)
-    for (int32_t i = 0; i < n; i += 2 * half)
-      for (int32_t k = i; k < i + half; k++) {
-        const float a = x[k], b = x[k + half];
-        x[k] = a + b;
-        x[k + half] = a - b;
-      }
+  walsh_transform(x, n);
   const float scale = 1.0f / sqrtf((float)n);
   for (int32_t i = 0; i < n; i++) x[i] *= scale;
 }
