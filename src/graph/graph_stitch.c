@@ -67,35 +67,37 @@ static void mark_region(const struct graph *g, int32_t select, bool *in_region)
   }
 }
 
-/* Rebuild the node list with the select replaced by one select for every value that enters the region. */
-static enum sits_status move_select(struct graph *g)
+/* The one select of the graph; -1: there is none, or two, and the graph stays as it is. */
+static int32_t only_select(const struct graph *g)
 {
   int32_t select = -1;
   for (int32_t i = 0; i < g->n_nodes; i++)
     if (g->nodes[i].kind == PROGRAM_SELECT_ROWS) {
-      if (select >= 0) return SITS_OK; /* two of them: leave such a graph as it is */
+      if (select >= 0) return -1;
       select = i;
     }
-  if (select < 0) return SITS_OK;
+  return select;
+}
 
-  enum sits_status status = SITS_NOMEM;
-  struct graph_node *old = g->nodes;
-  const int32_t n_old = g->n_nodes, n_old_values = g->n_values;
-  bool *in_region = mem_calloc((size_t)n_old, sizeof *in_region);
-  graph_value *selected = mem_alloc((size_t)n_old_values * sizeof *selected);
-  if (in_region == NULL || selected == NULL) goto done;
-  for (int32_t v = 0; v < n_old_values; v++) selected[v] = -1;
-  mark_region(g, select, in_region);
-  const bool has_region = graph_producer(g, old[select].in[0]) >= 0 && in_region[graph_producer(g, old[select].in[0])];
-  if (!has_region) {
-    status = SITS_OK;
-    goto done;
-  }
-  for (int32_t i = 0; i < n_old; i++)
-    if (in_region[i]) g->values[old[i].out[0]].is_rows = true;
+/* A select of value v for a reader in `layer`, added to the list; the rows' value, -1 out of memory. */
+static graph_value select_value(struct graph *g, graph_value v, int32_t layer)
+{
+  char name[24];
+  memcpy(name, g->values[v].name, sizeof name);
+  const graph_value rows = graph_new_value(g, name, g->values[v].width, true);
+  struct graph_node *s = rows < 0 ? NULL : graph_new_node(g, PROGRAM_SELECT_ROWS);
+  if (s == NULL) return -1;
+  s->layer = layer;
+  s->fused = PROGRAM_MOVE_SELECT;
+  s->in[0] = v;
+  s->out[0] = rows;
+  return rows;
+}
 
-  g->nodes = NULL;
-  g->n_nodes = g->nodes_capacity = 0;
+/* The node list without its select, and with one for every value that enters the region. selected: [values of before] -1. */
+static bool rebuild(struct graph *g, const struct graph_node *old, int32_t n_old, int32_t select, const bool *in_region,
+                    graph_value *selected)
+{
   for (int32_t i = 0; i < n_old; i++) {
     struct graph_node node = old[i];
     if (i == select) continue;
@@ -103,33 +105,47 @@ static enum sits_status move_select(struct graph *g)
       const graph_value v = node.in[k];
       if (v == old[select].out[0] && v >= 0) node.in[k] = old[select].in[0];
       if (!in_region[i] || v < 0 || g->values[v].is_rows) continue;
-      if (selected[v] < 0) {
-        char name[24];
-        memcpy(name, g->values[v].name, sizeof name);
-        const graph_value rows = graph_new_value(g, name, g->values[v].width, true);
-        struct graph_node *s = rows < 0 ? NULL : graph_new_node(g, PROGRAM_SELECT_ROWS);
-        if (s == NULL) goto restore;
-        s->layer = node.layer;
-        s->fused = PROGRAM_MOVE_SELECT;
-        s->in[0] = v;
-        s->out[0] = rows;
-        selected[v] = rows;
-      }
+      if (selected[v] < 0) selected[v] = select_value(g, v, node.layer);
+      if (selected[v] < 0) return false;
       node.in[k] = selected[v];
     }
     struct graph_node *copy = graph_new_node(g, node.kind);
-    if (copy == NULL) goto restore;
+    if (copy == NULL) return false;
     *copy = node;
   }
-  if (g->output == old[select].out[0]) g->output = old[select].in[0];
-  mem_free(old);
-  status = SITS_OK;
-  goto done;
+  return true;
+}
 
-restore:
-  mem_free(g->nodes);
-  g->nodes = old;
-  g->n_nodes = g->nodes_capacity = n_old;
+/* Take the select before the row-wise nodes that only feed it. */
+static enum sits_status move_select(struct graph *g)
+{
+  const int32_t select = only_select(g), n_old = g->n_nodes, n_old_values = g->n_values;
+  if (select < 0) return SITS_OK;
+  enum sits_status status = SITS_NOMEM;
+  struct graph_node *old = g->nodes;
+  bool *in_region = mem_calloc((size_t)n_old, sizeof *in_region);
+  graph_value *selected = mem_alloc((size_t)n_old_values * sizeof *selected);
+  if (in_region == NULL || selected == NULL) goto done;
+  for (int32_t v = 0; v < n_old_values; v++) selected[v] = -1;
+  mark_region(g, select, in_region);
+  const int32_t producer = graph_producer(g, old[select].in[0]);
+  if (producer < 0 || !in_region[producer]) {
+    status = SITS_OK;
+    goto done;
+  }
+  for (int32_t i = 0; i < n_old; i++)
+    if (in_region[i]) g->values[old[i].out[0]].is_rows = true;
+  g->nodes = NULL;
+  g->n_nodes = g->nodes_capacity = 0;
+  if (rebuild(g, old, n_old, select, in_region, selected)) {
+    if (g->output == old[select].out[0]) g->output = old[select].in[0];
+    mem_free(old);
+    status = SITS_OK;
+  } else {
+    mem_free(g->nodes);
+    g->nodes = old;
+    g->n_nodes = g->nodes_capacity = n_old;
+  }
 done:
   mem_free(in_region);
   mem_free(selected);
