@@ -25,6 +25,9 @@ extern "C" {
 #define K_ALIGN_ROWS 16            /* rows of one packed tile */
 #define K_MAX_DECODE_TOKENS 16     /* largest T of the mma.sync 4-bit GEMM */
 #define K_MAX_GQA 8                /* largest H/G of the tensor-core decode attention */
+#define K_MAX_DECODE_SEQS 1024     /* largest S of it */
+#define K_MAX_NORM_WIDTH 16384     /* largest E of sits_k_norm and of the all-reduces */
+#define K_MAX_CONVERT_WIDTH 32768  /* largest width of sits_k_convert */
 
 #ifdef __CUDACC__
 #define K_FN __host__ __device__ static inline

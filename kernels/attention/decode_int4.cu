@@ -38,7 +38,7 @@
 namespace {
 
 /* Stages: a multiple of the teams, so that each of a stage's phases is waited for by the same team, in turn. */
-constexpr int WARPS = 4, WARP_LOAD = 4, WARP_K = 5, STAGES = 4, CTAS_PER_SM = 3, MAX_SEQS = 1024;
+constexpr int WARPS = 4, WARP_LOAD = 4, WARP_K = 5, STAGES = 4, CTAS_PER_SM = 3, MAX_SEQS = K_MAX_DECODE_SEQS;
 constexpr float SCALES = 4.f, FP4_SCALES = 65536.f; /* of sums with quartered scales, and with e2m1 numbers 2^-14 times as large */
 constexpr float SLACK = 6.f;
 constexpr int NEW_TOKEN = 1024; /* bytes for struct new_token; the second half is the value's before it is quantised */
@@ -237,6 +237,7 @@ template <int D, bool FP4> SITS_DEV void patch_value(uint32_t tile, uint8_t *pag
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(tile + at), "r"((uint32_t)x) : "memory");
     page[at] = x;
   }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); /* the next copy into the tile's place follows these stores */
   __syncwarp();
 }
 

@@ -14,6 +14,7 @@
 
 namespace {
 constexpr int THREADS = 512;
+static_assert(K_MAX_NORM_WIDTH == 4 * 8 * THREADS, "the most pieces that a launch below has");
 
 /* N: eight-value pieces a thread holds. */
 template <int N> __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ k_norm p) {
@@ -74,5 +75,5 @@ extern "C" int sits_k_norm(const struct k_norm *a, struct k_stream at) {
   if (pieces == 1) return launch_kernel(norm_kernel<1>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, *a);
   if (pieces == 2) return launch_kernel(norm_kernel<2>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, *a);
   if (pieces <= 4) return launch_kernel(norm_kernel<4>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, *a);
-  return cudaErrorInvalidValue; /* wider than 16,384 */
+  return cudaErrorInvalidValue; /* wider than K_MAX_NORM_WIDTH */
 }

@@ -28,6 +28,7 @@ SITS_DEV vec8 swiglu(const vec8 &g, const vec8 &u) {
 }
 
 constexpr int THREADS = 512;
+static_assert(K_MAX_CONVERT_WIDTH == 8 * 8 * THREADS, "the most pieces that a launch below has");
 
 template <int SOURCE> SITS_DEV vec8 fetch(const k_convert &p, size_t row, int c) {
   if (SOURCE == K_SRC_F16) return eight_f16((const __half *)p.x + row + c);
@@ -65,7 +66,7 @@ template <int SOURCE> int launch_convert(const k_convert &a, k_stream at) {
   const bool has_grid = a.out.round != K_ROUND_NONE || a.out.rotation > 0;
   if (pieces <= 8 && has_grid) return launch_kernel(convert_kernel<SOURCE, 8, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
   if (pieces <= 8) return launch_kernel(convert_kernel<SOURCE, 8, false>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
-  return cudaErrorInvalidValue; /* wider than 32,768 */
+  return cudaErrorInvalidValue; /* wider than K_MAX_CONVERT_WIDTH */
 }
 
 __global__ void __launch_bounds__(256) add_bias_kernel(__half *y, const float *bias, int n_tokens, int width) {

@@ -63,6 +63,7 @@ struct kv_geometry {
   int32_t n_layers, n_kv_heads, head_dim; /* of the whole model */
   int32_t n_ranks;                 /* devices that share the KV heads; 0 or 1: one */
   int32_t n_pages;                 /* N; a page holds P tokens of every layer */
+  int32_t max_tokens;              /* of the longest sequence; 0: not known, and a backend may refuse batches of very long ones */
   enum kv_codec codec;
 };
 

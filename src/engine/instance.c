@@ -208,6 +208,7 @@ static enum sits_status open_reader(struct instance *instance, const char *model
   if (n_pages == 0)
     return sits_fail_param(err, SITS_CONFIG, "placement", "placement: no memory for pages on the prefill device %d", o->prefill_device);
   instance->info.n_reader_pages = (int32_t)n_pages;
+  r->geometry.max_tokens = instance->info.max_model_len;
   return runner_kv_create(r, (int32_t)n_pages, err);
 }
 
@@ -286,6 +287,7 @@ enum sits_status instance_open(const struct instance_options *options, struct in
   instance->options.nodes = NULL; /* borrowed until here */
   if (status == SITS_OK && options->draft_model_path) status = open_draft(instance, options->draft_model_path, err);
   if (status == SITS_OK) status = size_pages(instance, err);
+  instance->runner.geometry.max_tokens = instance->info.max_model_len;
   if (status == SITS_OK) status = runner_kv_create(&instance->runner, instance->info.n_pages, err);
   if (status == SITS_OK && options->has_placement) status = open_reader(instance, options->model_path, err);
   if (status == SITS_OK && options->draft_model_path) status = create_draft_pages(instance, err);

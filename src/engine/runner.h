@@ -31,7 +31,7 @@ struct runner {
   struct backend_program *compiled;
   struct backend_kv *kv;           /* NULL until runner_kv_create */
   enum kv_codec codec;
-  struct kv_geometry geometry;     /* n_pages is set by runner_kv_create */
+  struct kv_geometry geometry;     /* n_pages is set by runner_kv_create, max_tokens before it by who knows */
   uint64_t page_bytes;
   int64_t open_us, compile_us;     /* what opening took */
   bool is_guest;                   /* the backend is another runner's */

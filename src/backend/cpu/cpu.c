@@ -5,6 +5,7 @@
 #include <sys/sysinfo.h>
 
 #include "backend/backend.h"
+#include "backend/batch.h"
 #include "backend/group.h"
 #include "backend/cpu/cpu_program.h"
 #include "base/clock.h"
@@ -82,32 +83,19 @@ static bool has_blocks(const struct backend_kv *kv, const struct backend_blocks 
 /* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. */
 static bool is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b)
 {
-  const struct program_dims *dims = &p->program->dims;
-  const struct kv_geometry *g = &kv->geometry;
-  if (g->n_layers != dims->n_layers || g->n_kv_heads != dims->n_kv_heads || g->head_dim != dims->head_dim) return false;
-  if (b->n_tokens < 1 || b->n_tokens > p->max_tokens || b->n_seqs < 1 || b->n_seqs > p->max_rows || b->n_rows < 0 ||
-      b->n_rows > p->max_rows || b->seq_start[0] != 0 || b->seq_start[b->n_seqs] != b->n_tokens)
-    return false;
+  if (!batch_is_well_formed(b, &p->program->dims, &kv->geometry, p->max_tokens, p->max_rows, 0)) return false;
   for (int32_t s = 0; s < b->n_seqs; s++) {
-    const int32_t t0 = b->seq_start[s], t1 = b->seq_start[s + 1];
-    if (t1 < t0 || t1 > b->n_tokens) return false;
-    if (t1 == t0) continue;
-    for (int32_t t = t0; t < t1; t++)
-      if (b->positions[t] < 0 || b->positions[t] != b->positions[t0] + (t - t0) || b->tokens[t] < 0 || b->tokens[t] >= dims->n_vocab)
-        return false;
-    if (b->kv_len[s] != b->positions[t1 - 1] + 1) return false;
-    const int32_t n_pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS, first_written = b->positions[t0] / KV_PAGE_TOKENS;
-    if (n_pages > b->table_stride) return false;
     const struct backend_blocks *blocks = b->blocks != NULL ? &b->blocks[s] : NULL;
+    const int32_t n_pages = batch_pages(b, s);
+    if (n_pages == 0) continue;
+    const int32_t first_written = b->positions[b->seq_start[s]] / KV_PAGE_TOKENS;
     if (blocks != NULL && (!kv->codec->is_sparse || blocks->nearest < 1 || b->kv_len[s] > p->max_chunks * CPU_CHUNK_TOKENS)) return false;
     for (int32_t i = 0; i < n_pages; i++) {
       const int32_t page = b->block_table[(int64_t)s * b->table_stride + i];
       if (page == KV_NO_PAGE && i < first_written && has_blocks(kv, blocks, i)) continue;
-      if (page < 0 || page >= g->n_pages) return false;
+      if (page < 0 || page >= kv->geometry.n_pages) return false;
     }
   }
-  for (int32_t r = 0; r < b->n_rows; r++)
-    if (b->row_token[r] < 0 || b->row_token[r] >= b->n_tokens) return false;
   return true;
 }
 

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/batch.h"
 #include "backend/cuda/cuda_comm.h"
 #include "backend/cuda/cuda_internal.h"
 #include "base/clock.h"
@@ -77,13 +78,13 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
   if (options->max_batch_tokens < 1 || options->max_seqs < 1)
     return sits_fail(err, SITS_INVALID_ARGUMENT, "cuda: max_batch_tokens and max_seqs must be positive");
   struct cudaDeviceProp prop;
-  if (!cuda_is_usable() || cudaSetDevice(options->device) != cudaSuccess ||
-      cudaGetDeviceProperties(&prop, options->device) != cudaSuccess)
+  if (!cuda_is_usable() || cudaGetDeviceProperties(&prop, options->device) != cudaSuccess || (prop.major != 8 && prop.major != 9))
     return sits_fail(err, SITS_UNAVAILABLE, "cuda: no usable device %d (compute capability 8 or 9 is needed)", options->device);
   struct backend *backend = mem_calloc(1, sizeof *backend);
   if (backend == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
   backend->options = *options;
   backend->device = options->device;
+  const bool is_entered = cudaSetDevice(options->device) == cudaSuccess;
   cuda_enter(backend);
   backend->n_sm = prop.multiProcessorCount;
   backend->compute_major = prop.major;
@@ -92,7 +93,7 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
   if (status == SITS_OK) status = read_prefill_weights(backend, err);
   backend->options.recipe = backend->options.prefill_weights = backend->options.isa = NULL; /* borrowed, used here only */
   if (status == SITS_OK) status = cuda_blas_load(err);
-  if (status == SITS_OK && (init_kernels() != SITS_OK || cudaStreamCreate(&backend->stream) != cudaSuccess ||
+  if (status == SITS_OK && (!is_entered || init_kernels() != SITS_OK || cudaStreamCreate(&backend->stream) != cudaSuccess ||
                             cuda_blas.Create(&backend->lt) != CUBLAS_STATUS_SUCCESS))
     status =
         sits_fail(err, SITS_DEVICE, "cuda: device %d could not be set up: %s", options->device, cudaGetErrorString(cudaGetLastError()));
@@ -121,36 +122,20 @@ static uint64_t cuda_program_bytes(const struct backend_program *p) { return p->
 
 static struct cuda_slot *slot_before(struct backend_program *p) { return &p->slots[(p->next_slot + CUDA_IN_FLIGHT - 1) % CUDA_IN_FLIGHT]; }
 
-/* An id of the vocabulary, or a row that the batch in flight draws. */
-static bool is_token(const struct backend_program *p, int32_t token, int32_t n_drawn)
-{
-  return token >= 0 ? token < p->program->dims.n_vocab : -1 - token < n_drawn;
-}
-
 bool cuda_batch_is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, int32_t n_drawn)
 {
-  const struct program_dims *d = &p->program->dims;
-  const struct kv_geometry *g = &kv->geometry;
-  if (g->n_layers != d->n_layers || g->n_kv_heads != d->n_kv_heads || g->head_dim != d->head_dim) return false;
-  if (b->n_tokens < 1 || b->n_tokens > p->max_tokens || b->n_seqs < 1 || b->n_seqs > p->max_rows || b->n_rows < 0 ||
-      b->n_rows > p->max_rows || b->seq_start[0] != 0 || b->seq_start[b->n_seqs] != b->n_tokens)
-    return false;
+  const bool has_fast_decode = cuda_has_fast_decode(p, kv);
+  if (!batch_is_well_formed(b, &p->program->dims, &kv->geometry, p->max_tokens, p->max_rows, n_drawn)) return false;
   for (int32_t s = 0; s < b->n_seqs; s++) {
-    const int32_t t0 = b->seq_start[s], t1 = b->seq_start[s + 1];
-    if (t1 < t0 || t1 > b->n_tokens) return false;
-    if (t1 == t0) continue;
-    for (int32_t t = t0; t < t1; t++)
-      if (b->positions[t] < 0 || b->positions[t] != b->positions[t0] + (t - t0) || !is_token(p, b->tokens[t], n_drawn))
-        return false;
-    const int32_t n_pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
-    if (b->kv_len[s] != b->positions[t1 - 1] + 1 || n_pages > b->table_stride || n_pages > p->max_pages) return false;
+    const int32_t n_pages = batch_pages(b, s);
+    if (n_pages > p->max_pages) return false;
+    if (cuda_is_gathered(b, s, has_fast_decode) && kv->gather_tokens > 0 && cuda_gather_rows(b->kv_len[s]) > kv->gather_tokens)
+      return false;
     for (int32_t i = 0; i < n_pages; i++) {
       const int32_t page = b->block_table[(int64_t)s * b->table_stride + i];
-      if (page < 0 || page >= g->n_pages) return false;
+      if (page < 0 || page >= kv->geometry.n_pages) return false;
     }
   }
-  for (int32_t r = 0; r < b->n_rows; r++)
-    if (b->row_token[r] < 0 || b->row_token[r] >= b->n_tokens) return false;
   return true;
 }
 
@@ -191,8 +176,8 @@ static enum sits_status copy_inputs(struct backend_program *p, const struct cuda
   struct backend *backend = p->backend;
   int32_t cols = 1;
   for (int32_t s = 0; s < b->n_seqs; s++) {
-    const int32_t n = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
-    if (b->seq_start[s + 1] > b->seq_start[s] && n > cols) cols = n;
+    const int32_t n = batch_pages(b, s);
+    if (n > cols) cols = n;
   }
   if (cols > b->table_stride) cols = b->table_stride;
   for (int32_t s = 0; s < b->n_seqs; s++)

@@ -7,12 +7,6 @@
 #include "base/log.h"
 #include "base/mem.h"
 
-#define TRY(call)                                                                                                                        \
-  do {                                                                                                                                   \
-    const enum sits_status try_status = (call);                                                                                          \
-    if (try_status != SITS_OK) return try_status;                                                                                        \
-  } while (0)
-
 /* What each rank tells the others of its memory. */
 struct addresses { void *push, *bulk, *bulk_flag, *gather_flag, *logits; int32_t device, n_sm; };
 

@@ -9,12 +9,6 @@
 
 enum { CALLS = 20, RUNS = 5, MAX_BYTES = 64 << 20, MOST_SPLIT = 8 };
 
-#define TRY(call)                                                                                                                        \
-  do {                                                                                                                                   \
-    const enum sits_status try_status = (call);                                                                                          \
-    if (try_status != SITS_OK) return try_status;                                                                                        \
-  } while (0)
-
 /* What is timed. */
 struct trial { enum comm_way way; int32_t split; bool is_alone; /* the library's call only */ };
 

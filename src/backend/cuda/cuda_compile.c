@@ -49,12 +49,6 @@ static struct cuda_weight *intern(struct backend_program *p, const struct progra
   return w;
 }
 
-#define TRY(call)                                                                                                                        \
-  do {                                                                                                                                   \
-    const enum sits_status try_status = (call);                                                                                          \
-    if (try_status != SITS_OK) return try_status;                                                                                        \
-  } while (0)
-
 /* What the LINEARs after attention and SwiGLU have fused. */
 static uint32_t joined(const struct backend_program *p)
 {
@@ -236,12 +230,17 @@ enum sits_status cuda_make_slots(struct backend_program *p, struct sits_error *e
   return SITS_OK;
 }
 
+/* What no kernel takes is refused here, for a launch that is refused later ends the backend. */
 static enum sits_status check_dims(const struct program *program, struct sits_error *err)
 {
   const struct program_dims *d = &program->dims;
+  const int32_t n_ff = d->n_ff / program_n_ranks(program);
   if (d->n_embd % 8 || d->head_dim % 4 || (d->n_heads * d->head_dim) % 8 || d->head_dim > 256 || d->n_heads % d->n_kv_heads)
     return sits_fail(err, SITS_UNSUPPORTED, "cuda: width %d, heads %d of %d, head size %d are not supported", d->n_embd, d->n_heads,
                      d->n_kv_heads, d->head_dim);
+  if (d->n_embd > K_MAX_NORM_WIDTH || n_ff > K_MAX_CONVERT_WIDTH || d->n_heads * d->head_dim > K_MAX_CONVERT_WIDTH)
+    return sits_fail(err, SITS_UNSUPPORTED, "cuda: width %d (at most %d), feed-forward %d or heads %d x %d (at most %d) not supported",
+                     d->n_embd, K_MAX_NORM_WIDTH, n_ff, d->n_heads, d->head_dim, K_MAX_CONVERT_WIDTH);
   return program_check(program, err);
 }
 

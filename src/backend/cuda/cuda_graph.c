@@ -48,9 +48,9 @@ static enum sits_status capture(struct backend_program *p, struct backend_kv *kv
 enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, bool is_long)
 {
   struct backend *b = p->backend;
-  if (p->graphs_kv != kv) {
+  if (p->graphs_kv != kv->serial) {
     cuda_graph_clear(p);
-    p->graphs_kv = kv;
+    p->graphs_kv = kv->serial;
   }
   for (int32_t i = 0; i < p->n_graphs; i++)
     if (p->graphs[i].bucket == bucket && p->graphs[i].is_sampled == is_sampled && p->graphs[i].is_long == is_long)
@@ -62,7 +62,10 @@ enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv
   (void)cudaMemGetInfo(&free_before, &total);
   enum sits_status status = capture(p, kv, bucket, is_sampled, is_long, &exec);
   if (status == SITS_OK) status = CUDA_CALL(b, cudaGraphUpload(exec, b->stream));
-  if (status != SITS_OK) return status;
+  if (status != SITS_OK) {
+    if (exec != NULL) (void)cudaGraphExecDestroy(exec);
+    return status;
+  }
   (void)cudaMemGetInfo(&free_after, &total);
   p->stats.n_graphs++;
   p->stats.capture_us += clock_monotonic_us() - started_us;

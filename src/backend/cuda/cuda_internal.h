@@ -1,17 +1,14 @@
 /* Private to src/backend/cuda: the device, a compiled program, page memory.
  *
  * Vocabulary: the fast path is a step of at most 16 tokens on a program whose layers are all packed 4-bit (five launches a layer); the
- * general
- * path takes any step and any weights. A bucket is a padded batch size for which a decode step is captured as one graph.
- * Rules: 1. All device memory is taken by cuda_memory_alloc during open, compile and kv_create; nothing is taken later. 2. Every CUDA
- * call
- * goes through CUDA_TRY or cuda_check: the first failure marks the backend failed (sticky) and is logged once. 3. One thread.
+ * general path takes any step and any weights. A bucket is a padded batch size for which a decode step is captured as one graph.
+ * Rules: 1. All device memory is taken by cuda_memory_alloc during open, compile and kv_create; nothing is taken later. 2. Every CUDA call
+ * goes through CUDA_CALL: the first failure marks the backend failed (sticky) and is logged once. 3. One thread.
  *
  * Files: cuda.c (vtable, checks of a batch), cuda_memory.c (allocation, errors), cuda_weights.c (packing), cuda_compile.c (program to
- * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_blas.c
- * (cuBLASLt at run time), cuda_graph.c (captured steps),
- * cuda_kv.c (pages), cuda_kept.c (a long prompt's expanded keys), cuda_act.c (rounded activations),
- * cuda_resident.c (expanded weights that stay), cuda_lane.c (a prompt's chunk in slices).
+ * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_blas.c (cuBLASLt at run time),
+ * cuda_graph.c (captured steps), cuda_kv.c (pages), cuda_kept.c (a long prompt's expanded keys), cuda_act.c (rounded activations),
+ * cuda_resident.c (expanded weights that stay), cuda_lane.c (a prompt's chunk in slices), cuda_comm.c (collectives: cuda_comm.h).
  */
 #ifndef SITS_BACKEND_CUDA_INTERNAL_H
 #define SITS_BACKEND_CUDA_INTERNAL_H
@@ -134,7 +131,7 @@ struct backend_program {
   int32_t n_lt_plans;
   struct cuda_graph graphs[CUDA_MAX_GRAPHS];
   int32_t n_graphs;
-  const struct backend_kv *graphs_kv; /* page memory that the graphs were captured with */
+  uint64_t graphs_kv;               /* serial of the page memory that the graphs were captured with */
   struct cuda_slot slots[CUDA_IN_FLIGHT];
   int32_t next_slot, n_pending;     /* slot of the next batch; batches in flight, the oldest first */
   struct backend_stats stats;
@@ -157,6 +154,7 @@ struct cuda_kept {
 
 struct backend_kv {
   struct backend *backend;
+  uint64_t serial;                  /* no other page memory of the process has it, nor had it */
   struct kv_geometry geometry;
   enum k_kv_codec codec;
   int64_t page_bytes;
@@ -179,6 +177,11 @@ struct backend_kv {
 void cuda_enter(const struct backend *backend);
 enum sits_status cuda_check(struct backend *backend, int error, const char *what, const char *file, int line) SITS_MUST_CHECK;
 #define CUDA_CALL(backend, call) cuda_check(backend, (int)(call), #call, __FILE__, __LINE__)
+#define TRY(call)                                                                                                                        \
+  do {                                                                                                                                   \
+    const enum sits_status try_status = (call);                                                                                          \
+    if (try_status != SITS_OK) return try_status;                                                                                        \
+  } while (0)
 /* NULL when the device is out of memory or has failed. Zeroed. */
 void *cuda_memory_alloc(struct backend *backend, const void *owner, size_t bytes);
 void *cuda_pinned_alloc(struct backend *backend, const void *owner, size_t bytes);
@@ -261,6 +264,17 @@ struct cuda_step {
 };
 /* One-token sequences go through the fused int4 decode kernel. */
 bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_kv *kv);
+/* Does sequence s go through gathered pages? (Those with one token do not where the decode kernel serves them.) */
+static inline bool cuda_is_gathered(const struct backend_batch *b, int32_t s, bool has_fast_decode)
+{
+  const int32_t n = b->seq_start[s + 1] - b->seq_start[s];
+  return n > 1 || (n == 1 && !has_fast_decode);
+}
+/* Rows of gather memory that it takes. */
+static inline int64_t cuda_gather_rows(int32_t kv_len)
+{
+  return ((int64_t)kv_len + CUDA_GATHER_TOKENS - 1) / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;
+}
 /* Sequences s0 .. return value - 1 share the gather memory; their row offsets go to `offset` (may be NULL). */
 int32_t cuda_gather_chunk(const struct backend_batch *batch, const struct backend_kv *kv, int32_t s0, bool has_fast_decode,
                           int32_t *offset);

@@ -4,12 +4,14 @@
  *
  * int4 and fp4 keep the keys of unfinished groups in slots (backend/kv_open.h), f16 for all layers and heads. What that file asks for is
  * launched on the stream before the batch it is asked for; a failure there is sticky, and shows at the next call. */
+#include <stdatomic.h>
+
 #include "backend/cuda/cuda_internal.h"
 #include "backend/kv_open.h"
 #include "base/log.h"
 #include "base/mem.h"
 
-#define GATHER_TOKENS_MAX (256 * 1024)
+#define GATHER_TOKENS (256 * 1024)  /* gathered together where the pages are more and the longest sequence is not */
 
 static bool codec_of(enum kv_codec codec, enum k_kv_codec *out)
 {
@@ -131,24 +133,38 @@ void cuda_kv_release(struct backend_kv *kv)
   if (kv->open != NULL) kv_open_release(kv->open);
 }
 
+/* Room for the longest sequence, and for some shorter ones together. */
+static int64_t gather_tokens_of(const struct kv_geometry *g)
+{
+  const int64_t all = (int64_t)g->n_pages * KV_PAGE_TOKENS, wanted = g->max_tokens > GATHER_TOKENS ? g->max_tokens : GATHER_TOKENS;
+  return ((all < wanted ? all : wanted) + CUDA_GATHER_TOKENS - 1) / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;
+}
+
 enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
                                 struct sits_error *err)
 {
   enum k_kv_codec codec;
+  static _Atomic uint64_t n_created;
   const uint64_t page_bytes = cuda_kv_page_bytes(geometry);
   if (page_bytes == 0 || !codec_of(geometry->codec, &codec))
     return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "cuda: page codec %s with head size %d is not supported",
                            kv_codec_name(geometry->codec), geometry->head_dim);
+  if (k_kv_has_nibbles(codec) && k_kv_has_fragments(geometry->head_dim) && backend->options.max_seqs > K_MAX_DECODE_SEQS)
+    return sits_fail_param(err, SITS_UNSUPPORTED, "max-num-seqs", "cuda: max-num-seqs %d: with %s pages at most %d",
+                           backend->options.max_seqs, kv_codec_name(geometry->codec), K_MAX_DECODE_SEQS);
   struct backend_kv *kv = mem_calloc(1, sizeof *kv);
   if (kv == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
-  *kv = (struct backend_kv){.backend = backend, .geometry = *geometry, .codec = codec, .page_bytes = (int64_t)page_bytes, .reached = -1};
+  *kv = (struct backend_kv){.backend = backend,
+                            .serial = atomic_fetch_add(&n_created, 1) + 1,
+                            .geometry = *geometry,
+                            .codec = codec,
+                            .page_bytes = (int64_t)page_bytes,
+                            .reached = -1};
   cuda_enter(backend);
   kv->pool = cuda_memory_alloc(backend, kv, (size_t)geometry->n_pages * page_bytes);
   bool ok = kv->pool != NULL && create_open(kv);
   if (ok && k_attn_prefill_takes(geometry->head_dim)) {
-    kv->gather_tokens = (int64_t)geometry->n_pages * KV_PAGE_TOKENS;
-    kv->gather_tokens = (kv->gather_tokens + CUDA_GATHER_TOKENS - 1) / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;
-    if (kv->gather_tokens > GATHER_TOKENS_MAX) kv->gather_tokens = GATHER_TOKENS_MAX;
+    kv->gather_tokens = gather_tokens_of(geometry);
     const size_t bytes = (size_t)kv->gather_tokens * (size_t)geometry->n_kv_heads * (size_t)geometry->head_dim * 2;
     kv->gather_k = cuda_memory_alloc(backend, kv, bytes);
     kv->gather_v = cuda_memory_alloc(backend, kv, bytes);

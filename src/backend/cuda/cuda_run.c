@@ -9,11 +9,6 @@
 #include "backend/cuda/cuda_comm.h"
 #include "backend/cuda/cuda_internal.h"
 
-#define TRY(call)                                                                                                                        \
-  do {                                                                                                                                   \
-    const enum sits_status try_status = (call);                                                                                          \
-    if (try_status != SITS_OK) return try_status;                                                                                        \
-  } while (0)
 #define FUSED_SEQS 8 /* largest decode batch whose attention kernel rotates and appends by itself */
 #define LAUNCH(call) TRY(CUDA_CALL(p->backend, call))
 
@@ -67,21 +62,13 @@ static enum sits_status decode_attention(struct backend_program *p, const struct
   return CUDA_CALL(p->backend, sits_k_attn_decode(&a, p->backend->n_sm, at));
 }
 
-/* Does sequence s go through gathered pages? (Those with one token do not where the decode kernel serves them.) */
-static bool is_gathered(const struct backend_batch *b, int32_t s, bool has_fast_decode)
-{
-  const int32_t n = b->seq_start[s + 1] - b->seq_start[s];
-  return n > 1 || (n == 1 && !has_fast_decode);
-}
-
 /* Sequences s0 .. return value - 1 fit the gather memory together; their offsets go to `offset` (may be NULL). */
 int32_t cuda_gather_chunk(const struct backend_batch *b, const struct backend_kv *kv, int32_t s0, bool has_fast_decode, int32_t *offset)
 {
   int64_t used = 0;
   int32_t s = s0;
   for (; s < b->n_seqs; s++) {
-    const int64_t tiles = (b->kv_len[s] + CUDA_GATHER_TOKENS - 1) / CUDA_GATHER_TOKENS;
-    const int64_t rows = is_gathered(b, s, has_fast_decode) ? tiles * CUDA_GATHER_TOKENS : 0;
+    const int64_t rows = cuda_is_gathered(b, s, has_fast_decode) ? cuda_gather_rows(b->kv_len[s]) : 0;
     if (used + rows > kv->gather_tokens && s > s0) break;
     if (offset != NULL) offset[s] = (int32_t)used;
     used += rows;
@@ -99,10 +86,10 @@ static enum sits_status attend_range(struct backend_program *p, const struct cud
   const struct backend_batch *b = step->batch;
   const bool is_hopper = p->backend->compute_major == 9;
   int32_t max_pages = 0, max_new = 0, max_keys = 0;
-  while (s0 < s1 && !is_gathered(b, s0, has_fast_decode)) s0++; /* what lies between may be single tokens: the kernels skip those */
-  while (s0 < s1 && !is_gathered(b, s1 - 1, has_fast_decode)) s1--;
+  while (s0 < s1 && !cuda_is_gathered(b, s0, has_fast_decode)) s0++; /* what lies between may be single tokens: the kernels skip those */
+  while (s0 < s1 && !cuda_is_gathered(b, s1 - 1, has_fast_decode)) s1--;
   for (int32_t s = s0; s < s1; s++) {
-    if (!is_gathered(b, s, has_fast_decode)) continue;
+    if (!cuda_is_gathered(b, s, has_fast_decode)) continue;
     const int32_t pages = (b->kv_len[s] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS - to->first_page, n = b->seq_start[s + 1] - b->seq_start[s];
     if (pages > max_pages) max_pages = pages;
     if (n > max_new) max_new = n;

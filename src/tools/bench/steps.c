@@ -132,6 +132,7 @@ static bool open_bench(struct bench *b, int64_t longest_chunk, int64_t deepest)
     return false;
   }
   if (!is_within_context(b, longest_chunk, deepest)) return false;
+  b->runner.geometry.max_tokens = b->pages_per_seq * KV_PAGE_TOKENS;
   if (runner_kv_create(&b->runner, (int32_t)n_seqs * b->pages_per_seq, &err)) {
     fprintf(stderr, "%s\n", err.text);
     return false;

@@ -271,39 +271,76 @@ static int64_t largest(const int64_t *values, int n)
   return most;
 }
 
-/* Open, measure every size, write. */
-static int measure(const struct throughput_options *options, const int64_t *prompts, int n_prompts, const int64_t *batches, int n_batches,
-                   int argc, char **argv)
+/* Sizes to measure, and what the largest of them take. */
+struct sizes {
+  int64_t prompts[MOST_SIZES], batches[MOST_SIZES];
+  int n_prompts, n_batches;
+  int64_t most_seqs, most_tokens, longest_prompt, longest; /* longest: of a decoded sequence */
+  int32_t pages_per_seq;
+};
+
+static void find_largest(const struct throughput_options *options, struct sizes *z)
+{
+  z->longest_prompt = largest(z->prompts, z->n_prompts);
+  z->longest = z->n_batches ? options->context + options->steps : 0;
+  z->most_seqs = largest(z->batches, z->n_batches);
+  if (z->most_seqs < options->prompts) z->most_seqs = options->prompts;
+  z->most_tokens = options->max_batch_tokens > z->most_seqs ? options->max_batch_tokens : z->most_seqs;
+  const int64_t tokens = z->longest_prompt > z->longest ? z->longest_prompt : z->longest;
+  z->pages_per_seq = (int32_t)((tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
+}
+
+static bool open_runner(struct runner *runner, const struct throughput_options *options, const struct sizes *z)
 {
   struct sits_error err;
-  struct runner runner;
-  struct steps steps = {0};
-  double *times = mem_calloc((size_t)options->steps, sizeof *times), *host_times = mem_calloc((size_t)options->steps, sizeof *times);
-  json_t *prefill = json_array(), *decode = json_array();
-  int64_t most_seqs = largest(batches, n_batches), longest_prompt = largest(prompts, n_prompts);
-  int64_t longest = n_batches ? options->context + options->steps : 0;
-  if (most_seqs < options->prompts) most_seqs = options->prompts;
-  int32_t pages_per_seq = (int32_t)(((longest_prompt > longest ? longest_prompt : longest) + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
-  int64_t most_tokens = options->max_batch_tokens > most_seqs ? options->max_batch_tokens : most_seqs;
-  struct runner_options open = {
+  const struct runner_options open = {
       .model_path = options->model, .device = options->device, .kv_codec = options->kv_cache_dtype, .unfused = options->unfused,
       .plan_costs = options->plan_costs,
       .backend = {.n_threads = (int32_t)options->threads, .isa = options->isa, .recipe = options->recipe,
-          .prefill_weights = options->prefill_weights,
-          .no_graphs = options->no_graphs, .n_ranks = (int32_t)options->tensor_parallel_size, .has_devices = options->one_device,
-          .compress_reduce = options->tensor_parallel_compress,
-          .max_batch_tokens = (int32_t)most_tokens,
-                  .max_seqs = (int32_t)most_seqs}};
+                  .prefill_weights = options->prefill_weights, .no_graphs = options->no_graphs,
+                  .n_ranks = (int32_t)options->tensor_parallel_size, .has_devices = options->one_device,
+                  .compress_reduce = options->tensor_parallel_compress, .max_batch_tokens = (int32_t)z->most_tokens,
+                  .max_seqs = (int32_t)z->most_seqs}};
+  enum sits_status status = runner_open(runner, &open, &err);
+  if (!status && !is_within_context(options, z->longest_prompt, z->longest, runner)) return false;
+  runner->geometry.max_tokens = z->pages_per_seq * KV_PAGE_TOKENS;
+  if (!status) status = runner_kv_create(runner, (int32_t)z->most_seqs * z->pages_per_seq, &err);
+  if (status) fprintf(stderr, "%s\n", err.text);
+  return status == SITS_OK;
+}
+
+/* What was measured, beside what the backend says of itself. */
+static bool write_result(const struct throughput_options *options, const struct runner *runner, const char *backend, json_t *prefill,
+                         json_t *decode, int argc, char **argv)
+{
+  json_t *out = bench_header("throughput", argc, argv);
+  json_object_update_new(out, json_pack("{s:s, s:s, s:s, s:I, s:f, s:O, s:O}", "model", runner->model->config.name, "backend", backend,
+                                        "kv_cache_dtype", kv_codec_name(runner->codec), "program_bytes",
+                                        (json_int_t)runner->vtable->program_bytes(runner->compiled), "open_ms",
+                                        (double)(runner->open_us + runner->compile_us) / 1e3, "prefill", prefill, "decode", decode));
+  json_object_set_new(out, "tensor_parallel_size", json_integer(options->tensor_parallel_size));
+  json_object_set_new(out, "all_reduce", collectives_of(runner));
+  if (runner->vtable->stats) {
+    struct backend_stats stats;
+    runner->vtable->stats(runner->compiled, &stats);
+    fprintf(stderr, "%d graphs captured in %.1f ms, %.1f MB of device memory\n", stats.n_graphs, (double)stats.capture_us / 1e3,
+            (double)stats.graph_bytes / 1e6);
+    json_object_update_new(out, json_pack("{s:i, s:f, s:I}", "graphs", stats.n_graphs, "graph_capture_ms", (double)stats.capture_us / 1e3,
+                                          "graph_bytes", (json_int_t)stats.graph_bytes));
+  }
+  return bench_write_json(out, options->json);
+}
+
+/* Open, measure every size, write. */
+static int measure(const struct throughput_options *options, struct sizes *z, int argc, char **argv)
+{
+  struct runner runner = {0};
+  struct steps steps = {0};
+  double *times = mem_calloc((size_t)options->steps, sizeof *times), *host_times = mem_calloc((size_t)options->steps, sizeof *times);
+  json_t *prefill = json_array(), *decode = json_array();
   int status = 1;
-  if (runner_open(&runner, &open, &err)) {
-    fprintf(stderr, "%s\n", err.text);
-    goto done;
-  }
-  if (!is_within_context(options, longest_prompt, longest, &runner)) goto done;
-  if (runner_kv_create(&runner, (int32_t)most_seqs * pages_per_seq, &err)) {
-    fprintf(stderr, "%s\n", err.text);
-    goto done;
-  }
+  find_largest(options, z);
+  if (!open_runner(&runner, options, z)) goto done;
   if (options->print_plan) {
     status = print_plan(runner.program);
     goto done;
@@ -311,28 +348,13 @@ static int measure(const struct throughput_options *options, const int64_t *prom
   struct backend_info info;
   runner.vtable->info(runner.backend, &info);
   fprintf(stderr, "%s on %s, cache %s\n", options->model, info.name, kv_codec_name(runner.codec));
-  if (!times || !host_times || !steps_init(&steps, &runner, most_tokens, most_seqs, pages_per_seq,
-      options->sample && runner.vtable->can_sample)) goto done;
-  for (int i = 0; i < n_prompts; i++)
-    if (json_array_append_new(prefill, measure_prefill(&steps, options, (int32_t)prompts[i]))) goto done;
-  for (int i = 0; i < n_batches; i++)
-    if (json_array_append_new(decode, measure_decode(&steps, options, (int32_t)batches[i], times, host_times))) goto done;
-  json_t *out = bench_header("throughput", argc, argv);
-  json_object_update_new(out, json_pack("{s:s, s:s, s:s, s:I, s:f, s:O, s:O}", "model", runner.model->config.name, "backend", info.name,
-                                        "kv_cache_dtype", kv_codec_name(runner.codec), "program_bytes",
-                                        (json_int_t)runner.vtable->program_bytes(runner.compiled), "open_ms",
-                                        (double)(runner.open_us + runner.compile_us) / 1e3, "prefill", prefill, "decode", decode));
-  json_object_set_new(out, "tensor_parallel_size", json_integer(options->tensor_parallel_size));
-  json_object_set_new(out, "all_reduce", collectives_of(&runner));
-  if (runner.vtable->stats) {
-    struct backend_stats stats;
-    runner.vtable->stats(runner.compiled, &stats);
-    fprintf(stderr, "%d graphs captured in %.1f ms, %.1f MB of device memory\n", stats.n_graphs, (double)stats.capture_us / 1e3,
-            (double)stats.graph_bytes / 1e6);
-    json_object_update_new(out, json_pack("{s:i, s:f, s:I}", "graphs", stats.n_graphs, "graph_capture_ms", (double)stats.capture_us / 1e3,
-                                          "graph_bytes", (json_int_t)stats.graph_bytes));
-  }
-  status = bench_write_json(out, options->json) ? 0 : 1;
+  if (!times || !host_times || !steps_init(&steps, &runner, z->most_tokens, z->most_seqs, z->pages_per_seq,
+                                           options->sample && runner.vtable->can_sample)) goto done;
+  for (int i = 0; i < z->n_prompts; i++)
+    if (json_array_append_new(prefill, measure_prefill(&steps, options, (int32_t)z->prompts[i]))) goto done;
+  for (int i = 0; i < z->n_batches; i++)
+    if (json_array_append_new(decode, measure_decode(&steps, options, (int32_t)z->batches[i], times, host_times))) goto done;
+  status = write_result(options, &runner, info.name, prefill, decode, argc, argv) ? 0 : 1;
 done:
   json_decref(prefill);
   json_decref(decode);
@@ -351,17 +373,17 @@ int bench_throughput(int argc, char **argv)
   if (!bench_parse("throughput", "speed of a model on a backend", &set, specs, sizeof specs / sizeof specs[0], &options, argc, argv,
                    &status))
     return status;
-  int64_t prompts[MOST_SIZES], batches[MOST_SIZES];
-  int n_prompts = bench_parse_list(options.prefill, prompts, MOST_SIZES), n_batches = bench_parse_list(options.batch, batches,
-      MOST_SIZES);
-  if (!options.model || (options.prefill && !n_prompts) || (options.batch && !n_batches)) {
+  struct sizes sizes = {0};
+  sizes.n_prompts = bench_parse_list(options.prefill, sizes.prompts, MOST_SIZES);
+  sizes.n_batches = bench_parse_list(options.batch, sizes.batches, MOST_SIZES);
+  if (!options.model || (options.prefill && !sizes.n_prompts) || (options.batch && !sizes.n_batches)) {
     fprintf(stderr, "sits2026-bench throughput: needs --model, and lists such as --batch 1,8 of at most %d sizes\n", MOST_SIZES);
     status = 2;
   } else if (options.one_device && options.tensor_parallel_size == 1) {
     fprintf(stderr, "sits2026-bench throughput: --one-device goes with --tensor-parallel-size: one device shares nothing\n");
     status = 2;
   } else {
-    status = measure(&options, prompts, n_prompts, batches, n_batches, argc, argv);
+    status = measure(&options, &sizes, argc, argv);
   }
   option_set_fini(&set);
   return status;

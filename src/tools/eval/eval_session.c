@@ -54,6 +54,7 @@ enum sits_status eval_session_open(struct eval_session *s, const struct eval_opt
     status = sits_fail_param(err, SITS_INVALID_ARGUMENT, "kv-page-budget", "kv-page-budget is at least %d, and for fp4-sparse only",
                              KV_LEAST_BUDGET);
   int32_t held = s->page_budget > 0 && s->page_budget < s->slot_pages ? s->page_budget : s->slot_pages;
+  s->runner.geometry.max_tokens = max_length;
   if (!status) status = runner_kv_create(&s->runner, n_slots * held, err);
   if (!status) status = reserve(s, err);
   if (!status && options->on_open) status = options->on_open(s, err);
