@@ -40,7 +40,7 @@ SITS_DEV float load_key(const k_kv_view &kv, const own_group &g, const uint8_t *
   return __half2float(g.fresh[(size_t)(key - g.first_new) * kv.n_kv_heads * d + e]);
 }
 
-__global__ void __launch_bounds__(128) attn_any_kernel(const __grid_constant__ k_attn_any p) {
+__global__ void __launch_bounds__(128, 4) attn_any_kernel(const __grid_constant__ k_attn_any p) {
   grid_trigger();
   grid_wait();
   const k_kv_view &kv = p.kv;
