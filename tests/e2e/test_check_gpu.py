@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import BIN, ROOT
 
 SCRIPT = ROOT / "scripts/check_gpu"
 TESTS = sorted(re.sub(r"^test_|\.c$", "", file.name) for file in (ROOT / "tests/gpu").glob("test_*.c"))
@@ -166,3 +166,10 @@ def test_accuracy_beyond_its_bounds(machine):
     log = (machine.out / "accuracy/w4a16.log").read_text()
     assert "w4a16.bin int4: perplexity differs by 1.0 %, at most 0.5 was asked" in log and "parts after 1 tokens at a gap of 0.5" in log
     assert machine.results()["accuracy", "w4a8"] == "pass", "its bounds are wider"
+
+
+@pytest.mark.parametrize("arg,status", [("--help", 0), ("--json", 2)])
+def test_kernels_takes_no_option_for_its_file(arg, status, tmp_path):
+    done = subprocess.run([BIN / "sits2026-bench", "kernels", arg], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == status and "usage: sits2026-bench kernels [FILE" in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())

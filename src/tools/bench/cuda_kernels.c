@@ -11,6 +11,17 @@
 #include <stdio.h>
 #include <string.h>
 
+/* It has no options, but --help is asked for all the same. True: *status is the program's. */
+static bool is_option(int argc, char **argv, int *status)
+{
+  const bool is_one = argc > 1 && argv[1][0] == '-';
+  *status = is_one && strcmp(argv[1], "--help") == 0 ? 0 : 2;
+  if (is_one)
+    fprintf(*status ? stderr : stdout, "usage: sits2026-bench kernels [FILE [few|attention|many|prefill [NAME]]]\n"
+                                       "FILE for the JSON; without a section all of them; NAME: only kernels whose name has it\n");
+  return is_one;
+}
+
 #ifdef SITS_HAVE_CUDA
 #include <cuda_runtime_api.h>
 
@@ -463,6 +474,8 @@ static void read_body(struct lab *lab, const void *arg, bool pdl)
 
 int bench_kernels(int argc, char **argv)
 {
+  int status;
+  if (is_option(argc, argv, &status)) return status;
   struct lab lab = {.rows = json_array(), .only = argc > 3 ? argv[3] : NULL};
   int device = 0;
   check(&lab, cudaGetDevice(&device), "device");
@@ -484,16 +497,20 @@ int bench_kernels(int argc, char **argv)
     for (size_t i = 0; i < sizeof sections / sizeof *sections; i++)
       if (argc < 3 || strcmp(argv[2], sections[i].name) == 0) sections[i].run(&lab);
   }
+  if (lab.failed) { /* no figures, no file */
+    json_decref(lab.rows);
+    return 1;
+  }
   json_t *out = bench_header("kernels", argc, argv);
   json_object_update_new(out, json_pack("{s:s, s:f, s:O}", "device", "cuda", "read_tb_per_s", lab.read_tb_s, "kernels", lab.rows));
   json_decref(lab.rows);
-  const bool ok = bench_write_json(out, argc > 1 ? argv[1] : NULL);
-  return lab.failed || !ok;
+  return bench_write_json(out, argc > 1 ? argv[1] : NULL) ? 0 : 1;
 }
 #else
 int bench_kernels(int argc, char **argv)
 {
-  (void)argc, (void)argv;
+  int status;
+  if (is_option(argc, argv, &status)) return status;
   fprintf(stderr, "sits2026-bench kernels: this build has no CUDA kernels\n");
   return 1;
 }
