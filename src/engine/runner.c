@@ -83,13 +83,6 @@ enum sits_status runner_kv_create(struct runner *runner, int32_t n_pages, struct
   return runner->vtable->kv_create(runner->backend, &runner->geometry, &runner->kv, err);
 }
 
-enum sits_status runner_recompile(struct runner *runner, struct sits_error *err)
-{
-  runner->vtable->program_destroy(runner->compiled);
-  runner->compiled = NULL;
-  return runner->vtable->compile(runner->backend, runner->program, &runner->compiled, err);
-}
-
 enum sits_status runner_open_draft(struct runner *draft, const struct runner *host, const char *path, struct sits_error *err)
 {
   const struct runner_options options = {.model_path = path, .backend.n_ranks = host->geometry.n_ranks};

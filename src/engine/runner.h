@@ -40,8 +40,6 @@ struct runner {
 /* Errors name the file, tensor or option. On failure nothing is left open. */
 enum sits_status runner_open(struct runner *runner, const struct runner_options *options, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status runner_kv_create(struct runner *runner, int32_t n_pages, struct sits_error *err) SITS_MUST_CHECK;
-/* Compile the program again, after a change of what it points at (activation formats). On failure there is no compiled program. */
-enum sits_status runner_recompile(struct runner *runner, struct sits_error *err) SITS_MUST_CHECK;
 /* A second model on the backend of `host`, its cache in f16. It is closed before its host. SITS_CONFIG naming draft-model when its
  * vocabulary has another size. */
 enum sits_status runner_open_draft(struct runner *draft, const struct runner *host, const char *path, struct sits_error *err)

@@ -2,6 +2,7 @@
 limits, logs, summary, exit status."""
 import json
 import os
+import pathlib
 import re
 import stat
 import subprocess
@@ -173,3 +174,18 @@ def test_kernels_takes_no_option_for_its_file(arg, status, tmp_path):
     done = subprocess.run([BIN / "sits2026-bench", "kernels", arg], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == status and "usage: sits2026-bench kernels [FILE" in done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_its_build_wants_no_server_libraries(tmp_path):
+    """The preset's switches where pkg-config knows nothing but what the script names."""
+    for name in ("jansson", "libpcre2-8", "yaml-0.1", "libcurl"):
+        done = subprocess.run(["pkg-config", "--variable=pcfiledir", name], capture_output=True, text=True, check=True)
+        (tmp_path / f"{name}.pc").write_text((pathlib.Path(done.stdout.strip()) / f"{name}.pc").read_text())
+    done = subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", "-DSITS_SERVER=OFF", "-DSITS_CUDA=OFF"],
+                          env={**os.environ, "PKG_CONFIG_LIBDIR": str(tmp_path), "PKG_CONFIG_PATH": ""}, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stderr
+    targets = subprocess.run(["ninja", "-C", tmp_path / "build", "-t", "targets", "all"], capture_output=True, text=True, check=True).stdout
+    assert "bin/sits2026-bench:" in targets and "bin/sits2026-eval:" in targets and "sits2026d" not in targets
+    preset = next(p for p in json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"] if p["name"] == "gpu")
+    assert preset["cacheVariables"] == {"SITS_CUDA": "ON", "SITS_SERVER": "OFF"}

@@ -351,10 +351,63 @@ static void print_times(int32_t n_devices)
              (double)time_reduce(K_REDUCE_BULK_S8, n_devices, many[i], widths[w], 1, true));
 }
 
-int main(int argc, char **argv)
+static const int32_t shapes[][2] = {{1, 8}, {1, 64}, {2, 576}, {1, 4096}, {7, 2048}, {16, 8192}, {33, 4096}, {64, 1024}, {3, 16384}};
+enum { SHAPES = sizeof shapes / sizeof *shapes };
+
+/* One rank, every shape. */
+static void run_alone(void)
 {
-  n_sm = gpu_open();
+  for (size_t i = 0; i < SHAPES; i++) {
+    for (int32_t split = 1; split <= 8; split *= 2) run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_PUSH, split);
+    run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_BULK, k_reduce_bulk_split(shapes[i][1]));
+    run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_BULK_S8, k_reduce_bulk_split(shapes[i][1]));
+  }
+  run_share(5, 576);
+}
+
+/* Two ranks, a few shapes: what a checker can follow. */
+static void run_pair(int32_t n_devices)
+{
+  for (int32_t split = 1; split <= 2; split++) run_reduce(2, n_devices, 2, 1024, 2, K_REDUCE_PUSH, split);
+  run_reduce(2, n_devices, 9, 1024, 2, K_REDUCE_BULK, 1);
+  run_reduce(2, n_devices, 9, 1024, 0, K_REDUCE_BULK_S8, 1);
+  run_gather(2, n_devices, 3, 256);
+}
+
+/* Several ranks on d devices: every shape, large ones, gathering, many calls. */
+static void run_together(int32_t d)
+{
   const int64_t n_calls = 20000;
+  for (int32_t ranks = 2; ranks <= (d == 1 ? 4 : 2); ranks++)
+    for (size_t i = 0; i < SHAPES; i++) {
+      if (ranks > 2 && i % 3 != 0) continue;
+      run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_PUSH, 1 << i % 4);
+      const int32_t split = i % 2 ? 1 : k_reduce_bulk_split(shapes[i][1]);
+      run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_BULK, split);
+      run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_BULK_S8, split);
+    }
+  run_reduce(2, d, 700, 2048, 1, K_REDUCE_BULK, 1);
+  run_reduce(2, d, 3000, 576, 2, K_REDUCE_BULK, 1);
+  run_reduce(2, d, 900, 4096, 0, K_REDUCE_BULK, 1);
+  run_reduce(2, d, 900, 4096, 0, K_REDUCE_BULK_S8, 1);
+  run_reduce(2, d, 301, 8192, 0, K_REDUCE_BULK, 2);
+  run_reduce(2, d, 301, 8192, 0, K_REDUCE_BULK_S8, 2);
+  run_reduce(2, d, 700, 576, 1, K_REDUCE_BULK_S8, 1);
+  run_reduce(2, d, 3, 8192, 0, K_REDUCE_PUSH, 2);
+  run_reduce(2, d, 64, 8192, 0, K_REDUCE_PUSH, 1);
+  run_reduce(2, d, 64, 8192, 0, K_REDUCE_PUSH, 2);
+  run_gather(2, d, 1, 64128);
+  run_gather(2, d, 33, 256);
+  run_gather(3, d, 5, 17);
+  run_long(d, n_calls, K_REDUCE_PUSH, 1);
+  run_long(d, n_calls / 4, K_REDUCE_PUSH, 16);
+  run_long(d, n_calls / 4, K_REDUCE_BULK, 300);
+  run_long(d, n_calls / 4, K_REDUCE_BULK_S8, 300);
+}
+
+/* 2 where two devices reach each other. */
+static int32_t open_devices(void)
+{
   int n_devices = 0, can = 0;
   gpu_check_call(sits_k_reduce_init(), "init");
   gpu_check_call(cudaGetDeviceCount(&n_devices), "devices");
@@ -365,57 +418,26 @@ int main(int argc, char **argv)
     gpu_check_call(sits_k_reduce_init(), "init");
   }
   gpu_check_call(cudaSetDevice(0), "device");
-  if (argc > 2 && strcmp(argv[1], "long") == 0) {
-    run_long(can ? 2 : 1, strtoll(argv[2], NULL, 10), K_REDUCE_PUSH, 1);
+  return can ? 2 : 1;
+}
+
+int main(int argc, char **argv)
+{
+  n_sm = gpu_open();
+  const char *what = argc > 1 ? argv[1] : gpu_is_small() ? "alone" : "all";
+  const int32_t n_devices = open_devices();
+  if (strcmp(what, "long") == 0 && argc > 2) {
+    run_long(n_devices, strtoll(argv[2], NULL, 10), K_REDUCE_PUSH, 1);
     return gpu_finish();
   }
-  if (argc > 1 && strcmp(argv[1], "time") == 0) {
-    print_times(can ? 2 : 1);
+  if (strcmp(what, "time") == 0) {
+    print_times(n_devices);
     return gpu_finish();
   }
-  static const int32_t shapes[][2] = {{1, 8}, {1, 64}, {2, 576}, {1, 4096}, {7, 2048}, {16, 8192}, {33, 4096}, {64, 1024}, {3, 16384}};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-    for (int32_t split = 1; split <= 8; split *= 2) run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_PUSH, split);
-    run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_BULK, k_reduce_bulk_split(shapes[i][1]));
-    run_reduce(1, 1, shapes[i][0], shapes[i][1], 2, K_REDUCE_BULK_S8, k_reduce_bulk_split(shapes[i][1]));
-  }
-  run_share(5, 576);
-  if (argc > 1 && strcmp(argv[1], "pair") == 0) {
-    for (int32_t split = 1; split <= 2; split++) run_reduce(2, can ? 2 : 1, 2, 1024, 2, K_REDUCE_PUSH, split);
-    run_reduce(2, can ? 2 : 1, 9, 1024, 2, K_REDUCE_BULK, 1);
-    run_reduce(2, can ? 2 : 1, 9, 1024, 0, K_REDUCE_BULK_S8, 1);
-    run_gather(2, can ? 2 : 1, 3, 256);
-    return gpu_finish();
-  }
-  if (gpu_is_small() || (argc > 1 && strcmp(argv[1], "alone") == 0)) return gpu_finish();
-  for (int32_t d = 1; d <= (can ? 2 : 1); d++)
-    for (int32_t ranks = 2; ranks <= (d == 1 ? 4 : 2); ranks++)
-      for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        if (ranks > 2 && i % 3 != 0) continue;
-        run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_PUSH, 1 << i % 4);
-        const int32_t split = i % 2 ? 1 : k_reduce_bulk_split(shapes[i][1]);
-        run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_BULK, split);
-        run_reduce(ranks, d, shapes[i][0], shapes[i][1], 1 + (int32_t)i % 3, K_REDUCE_BULK_S8, split);
-      }
-  for (int32_t d = 1; d <= (can ? 2 : 1); d++) {
-    run_reduce(2, d, 700, 2048, 1, K_REDUCE_BULK, 1);
-    run_reduce(2, d, 3000, 576, 2, K_REDUCE_BULK, 1);
-    run_reduce(2, d, 900, 4096, 0, K_REDUCE_BULK, 1);
-    run_reduce(2, d, 900, 4096, 0, K_REDUCE_BULK_S8, 1);
-    run_reduce(2, d, 301, 8192, 0, K_REDUCE_BULK, 2);
-    run_reduce(2, d, 301, 8192, 0, K_REDUCE_BULK_S8, 2);
-    run_reduce(2, d, 700, 576, 1, K_REDUCE_BULK_S8, 1);
-    run_reduce(2, d, 3, 8192, 0, K_REDUCE_PUSH, 2);
-    run_reduce(2, d, 64, 8192, 0, K_REDUCE_PUSH, 1);
-    run_reduce(2, d, 64, 8192, 0, K_REDUCE_PUSH, 2);
-    run_gather(2, d, 1, 64128);
-    run_gather(2, d, 33, 256);
-    run_gather(3, d, 5, 17);
-    run_long(d, n_calls, K_REDUCE_PUSH, 1);
-    run_long(d, n_calls / 4, K_REDUCE_PUSH, 16);
-    run_long(d, n_calls / 4, K_REDUCE_BULK, 300);
-    run_long(d, n_calls / 4, K_REDUCE_BULK_S8, 300);
-  }
+  run_alone();
+  if (strcmp(what, "pair") == 0) run_pair(n_devices);
+  if (strcmp(what, "all") != 0) return gpu_finish();
+  for (int32_t d = 1; d <= n_devices; d++) run_together(d);
   for (int i = 0; i < 2; i++) run_lost(K_REDUCE_PUSH, i), run_lost(K_REDUCE_BULK, i), run_lost(K_REDUCE_BULK_S8, i);
   return gpu_finish();
 }

@@ -57,6 +57,43 @@ static void expect_decode(const struct decode_case *c, const float *sum, const f
     }
 }
 
+/* Worst error of everything that the kernel wrote: y, the next GEMM's input, sums of squares. */
+static double decode_error(const struct decode_case *c, const struct k_w4a16 *a, int32_t m, const float *want_y, const float *want_next)
+{
+  const int32_t next_cols = c->output == K_OUT_SWIGLU ? c->rows / 2 : c->rows, parts = k_w4a16_ssq_parts(c->rows);
+  const size_t n_y = (size_t)c->n_tokens * c->rows, n_next = (size_t)c->n_tokens * next_cols,
+               next_bytes = (size_t)k_blocks(next_cols) * 128 * m * 2;
+  float *got = host_alloc(n_y * 4);
+  double error = 0;
+  if (c->output != K_OUT_SWIGLU) {
+    if (c->output == K_OUT_F16) {
+      uint16_t *h = host_alloc(n_y * 2);
+      gpu_read(h, a->y, n_y * 2);
+      for (size_t i = 0; i < n_y; i++) got[i] = half_value(h[i]);
+    } else
+      gpu_read(got, a->y, n_y * 4);
+    error = relative_error(got, want_y, n_y);
+  }
+  if (c->output >= K_OUT_RESIDUAL) {
+    uint16_t *f = host_alloc(next_bytes);
+    gpu_read(f, a->next, next_bytes);
+    for (int32_t n = 0; n < c->n_tokens; n++)
+      for (int32_t k = 0; k < next_cols; k++) got[(size_t)n * next_cols + k] = half_value(f[k_frag_index(m, k, n)]);
+    error = fmax(error, relative_error(got, want_next, n_next));
+  }
+  if (c->output == K_OUT_RESIDUAL) {
+    float *s = host_alloc((size_t)parts * m * 4);
+    gpu_read(s, a->ssq, (size_t)parts * m * 4);
+    for (int32_t n = 0; n < c->n_tokens; n++) {
+      double have = 0, want = 0;
+      for (int32_t p = 0; p < parts; p++) have += s[p * m + n];
+      for (int32_t r = 0; r < c->rows; r++) want += (double)want_y[(size_t)n * c->rows + r] * want_y[(size_t)n * c->rows + r];
+      error = fmax(error, fabs(have - want) / want);
+    }
+  }
+  return error;
+}
+
 static void run_decode(struct decode_case c) {
   const int32_t m = k_w4a16_tokens(c.n_tokens), parts = k_w4a16_ssq_parts(c.rows), x_parts = 3;
   struct test_weight w = random_weight(c.rows, c.cols, c.format, false);
@@ -73,8 +110,8 @@ static void run_decode(struct decode_case c) {
       for (int32_t p = 0; p < x_parts; p++) s += x_ssq[p * m + n];
       for (int32_t r = 0; r < c.rows; r++) sum[(size_t)n * c.rows + r] *= (float)(1.0 / sqrt(s / 11.0 + 1e-5));
     }
-  size_t n_y = (size_t)c.n_tokens * c.rows, n_next = c.output == K_OUT_SWIGLU ? n_y / 2 : n_y;
-  float *want_y = host_alloc(n_y * 4), *want_next = host_alloc(n_next * 4), *got = host_alloc(n_y * 4);
+  const size_t n_y = (size_t)c.n_tokens * c.rows;
+  float *want_y = host_alloc(n_y * 4), *want_next = host_alloc(n_y * 4);
   expect_decode(&c, sum, bias, h0, gain, want_y, want_next);
   const int32_t next_cols = c.output == K_OUT_SWIGLU ? c.rows / 2 : c.rows;
   const size_t next_bytes = (size_t)k_blocks(next_cols) * 128 * m * 2;
@@ -96,33 +133,7 @@ static void run_decode(struct decode_case c) {
                       .ssq = gpu_alloc((size_t)parts * m * 4)};
   a.y = c.output == K_OUT_RESIDUAL ? gpu_copy(h0, n_y * 4) : gpu_alloc(n_y * 4);
   gpu_check_call(sits_k_w4a16(&a, n_sm, gpu_stream()), "sits_k_w4a16");
-  double error = 0;
-  if (c.output != K_OUT_SWIGLU) {
-    if (c.output == K_OUT_F16) {
-      uint16_t *h = host_alloc(n_y * 2);
-      gpu_read(h, a.y, n_y * 2);
-      for (size_t i = 0; i < n_y; i++) got[i] = half_value(h[i]);
-    } else
-      gpu_read(got, a.y, n_y * 4);
-    error = relative_error(got, want_y, n_y);
-  }
-  if (c.output >= K_OUT_RESIDUAL) {
-    uint16_t *f = host_alloc(next_bytes);
-    gpu_read(f, a.next, next_bytes);
-    for (int32_t n = 0; n < c.n_tokens; n++)
-      for (int32_t k = 0; k < next_cols; k++) got[(size_t)n * next_cols + k] = half_value(f[k_frag_index(m, k, n)]);
-    error = fmax(error, relative_error(got, want_next, n_next));
-  }
-  if (c.output == K_OUT_RESIDUAL) {
-    float *s = host_alloc((size_t)parts * m * 4);
-    gpu_read(s, a.ssq, (size_t)parts * m * 4);
-    for (int32_t n = 0; n < c.n_tokens; n++) {
-      double have = 0, want = 0;
-      for (int32_t p = 0; p < parts; p++) have += s[p * m + n];
-      for (int32_t r = 0; r < c.rows; r++) want += (double)want_y[(size_t)n * c.rows + r] * want_y[(size_t)n * c.rows + r];
-      error = fmax(error, fabs(have - want) / want);
-    }
-  }
+  const double error = decode_error(&c, &a, m, want_y, want_next);
   const double limit = c.output == K_OUT_F32 ? 5e-5 : 1e-3; /* f32: offsets of 24 and 264 times the sum of x cancel */
   static const char *names[] = {"f16", "f32", "residual", "swiglu"};
   verdict(error < limit, "w4a16 %s %dx%d T=%d %s%s: %.2e", c.format == K_W4_G128 ? "g128" : "g32m", c.rows, c.cols, c.n_tokens,

@@ -89,8 +89,6 @@ void cpu_pool_quiesce(struct cpu_pool *pool)
   while (atomic_load(&pool->n_inside) != 0) sched_yield(); /* only when weights were packed or a program ends */
 }
 
-int32_t cpu_pool_threads(const struct cpu_pool *pool) { return pool->n_threads; }
-
 static enum sits_status start_worker(struct cpu_pool *pool, int32_t worker, struct sits_error *err)
 {
   struct worker_start *start = mem_alloc(sizeof *start);

@@ -34,7 +34,6 @@ struct cpu_job {
 
 /* n_threads >= 1, the caller counted; starts n_threads - 1 threads. */
 enum sits_status cpu_pool_create(int32_t n_threads, struct cpu_pool **out, struct sits_error *err) SITS_MUST_CHECK;
-int32_t cpu_pool_threads(const struct cpu_pool *pool);
 
 /* Offer the job to the workers and run it here as worker 0; returns when this thread's part has returned. */
 void cpu_pool_help(struct cpu_pool *pool, const struct cpu_job *job);
