@@ -149,7 +149,8 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
   if (page_bytes == 0 || !codec_of(geometry->codec, &codec))
     return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "cuda: page codec %s with head size %d is not supported",
                            kv_codec_name(geometry->codec), geometry->head_dim);
-  if (k_kv_has_nibbles(codec) && k_kv_has_fragments(geometry->head_dim) && backend->options.max_seqs > K_MAX_DECODE_SEQS)
+  if (k_kv_has_nibbles(codec) && k_kv_has_fragments(geometry->head_dim) && backend->compute_major == 9 &&
+      backend->options.max_seqs > K_MAX_DECODE_SEQS)
     return sits_fail_param(err, SITS_UNSUPPORTED, "max-num-seqs", "cuda: max-num-seqs %d: with %s pages at most %d",
                            backend->options.max_seqs, kv_codec_name(geometry->codec), K_MAX_DECODE_SEQS);
   struct backend_kv *kv = mem_calloc(1, sizeof *kv);
