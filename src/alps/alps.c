@@ -239,6 +239,12 @@ void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_compu
   e->n_draft = 0;
 }
 
+void alps_update_copies(struct alps *alps, int32_t id, int32_t copy_pages)
+{
+  assert(alps->entries[id].state == ALPS_RUNNING);
+  alps->entries[id].copy_pages = copy_pages;
+}
+
 void alps_drop_slice(struct alps *alps)
 {
   alps->slice_id = -1;

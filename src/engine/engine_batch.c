@@ -94,12 +94,17 @@ void engine_tell_filled(struct sits_engine *engine, const struct engine_choice *
   watch->filled(watch->user, choice->request, pages, choice->n_computed / KV_TOKENS);
 }
 
-/* The choice's pages are no longer its own. */
+/* The choice's pages are no longer its own; its siblings need fewer copies of those that they shared. */
 static void close_slot(struct sits_engine *engine, struct engine_choice *choice)
 {
+  const struct sits_request *request = choice->request;
   if (engine->options.pages.closing) engine->options.pages.closing(engine->options.pages.user);
   kv_close(engine->pages, choice->slot);
   choice->slot = -1;
+  for (int32_t i = 0; request->is_forked && i < request->n_choices; i++) {
+    const struct engine_choice *sibling = &request->choices[i];
+    if (sibling->slot >= 0) alps_update_copies(engine->alps, sibling->id, kv_extra(engine->pages, sibling->slot));
+  }
 }
 
 /* alps_admit_fn: give the entry a slot and what the cache or the host still has of it. */

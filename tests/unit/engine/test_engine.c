@@ -149,6 +149,28 @@ static void test_choices_fork(void **state)
   rig_close(&rig);
 }
 
+/* Choices that share all pages there are: those that make room leave the first one nothing to copy, and come back when it has ended. */
+static void test_choices_share_all_pages(void **state)
+{
+  (void)state;
+  struct rig rig;
+  struct engine_options options = rig_options();
+  int32_t prompt[100];
+  options.max_model_len = 128;
+  rig_open(&rig, options, 2);
+  rig_prompt(prompt, 100, 5);
+  struct sits_sampling s = rig_greedy(20);
+  s.ignore_eos = true;
+  struct sits_request *request = rig_submit(&rig, prompt, 100, 3, s);
+  memset(got, 0, 3 * sizeof got[0]);
+  rig_run(&rig, request, got, 3);
+  rig_expect(prompt, 100, 20, true, &expected);
+  for (int i = 0; i < 3; i++) rig_same(&got[i], &expected);
+  sits_request_release(request);
+  rig_idle(&rig);
+  rig_close(&rig);
+}
+
 /* Who draws is the request's matter: beside one that needs the host, a plain draw is still the device's. */
 static void test_neighbours_do_not_decide_who_draws(void **state)
 {
@@ -694,7 +716,8 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_timing_stages),
       cmocka_unit_test(test_one_request), cmocka_unit_test(test_many_share_steps), cmocka_unit_test(test_tiny_pool_preempts),
-      cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_neighbours_do_not_decide_who_draws),
+      cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_choices_share_all_pages),
+      cmocka_unit_test(test_neighbours_do_not_decide_who_draws),
       cmocka_unit_test(test_stop_is_counted_as_stop), cmocka_unit_test(test_batch_beyond_the_queue_is_no_retry),
       cmocka_unit_test(test_sampled_choices_differ_and_repeat),
       cmocka_unit_test(test_device_draws_the_same),

@@ -110,6 +110,34 @@ static void test_longer_than_memory(void **state)
   rig_close(&rig);
 }
 
+/* Choices that share every page there is: one goes on, which nobody else's pages can be taken for, and the others are computed again. */
+static void test_choices_in_one_budget(void **state)
+{
+  static int32_t prompt[MOST], want[100];
+  static struct rig_answer got[3];
+  struct sits_sampling s = rig_greedy(100);
+  int32_t n_dropped;
+  (void)state;
+  s.ignore_eos = true;
+  static const int32_t lengths[] = {64 * BUDGET - 1, 64 * BUDGET, 64 * BUDGET + 1, 64 * BUDGET + 60};
+  for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+    struct rig rig;
+    rig_prompt(prompt, lengths[i], 3);
+    expect(prompt, lengths[i], 100, want, &n_dropped);
+    rig_open(&rig, budget_options(), BUDGET);
+    struct sits_request *request = rig_submit(&rig, prompt, lengths[i], 3, s);
+    memset(got, 0, sizeof got);
+    rig_run(&rig, request, got, 3);
+    for (int c = 0; c < 3; c++) {
+      assert_int_equal(got[c].n, 100);
+      assert_memory_equal(got[c].tokens, want, sizeof want);
+    }
+    sits_request_release(request);
+    rig_idle(&rig);
+    rig_close(&rig);
+  }
+}
+
 static void test_bad_budgets(void **state)
 {
   struct rig rig;
@@ -134,6 +162,7 @@ static void test_bad_budgets(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_answers), cmocka_unit_test(test_longer_than_memory),
+                                     cmocka_unit_test(test_choices_in_one_budget),
                                      cmocka_unit_test(test_bad_budgets)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
