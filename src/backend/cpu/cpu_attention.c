@@ -144,13 +144,13 @@ static int32_t lane_at(const struct chunk *c, int32_t position)
   return i * KV_PAGE_TOKENS + (i < c->n_pages && c->at[i] == page ? position % KV_PAGE_TOKENS : 0);
 }
 
-/* Record of a row and chunk: [pages of the chunk, max]. */
+/* Record of a row and chunk: [pages of the chunk, max]; max is -INFINITY, and weighs nothing, for a row that sees nothing of the chunk. */
 static float *page_sums_of(const struct item *it, int32_t r, int32_t chunk)
 {
   return it->w->page_sums + ((int64_t)r * it->p->max_chunks + chunk) * CPU_CHUNK_RECORD;
 }
 
-/* The squares of what each row gave to the tokens of each page of the chunk. A row that sees nothing of it leaves zeros. */
+/* The squares of what each row gave to the tokens of each page of the chunk. */
 static void keep_page_sums(const struct item *it, const struct chunk *c)
 {
   struct cpu_worker *w = it->w;
@@ -158,11 +158,11 @@ static void keep_page_sums(const struct item *it, const struct chunk *c)
     const float *scores = w->scores + (int64_t)r * CPU_CHUNK_TOKENS;
     float *record = page_sums_of(it, r, c->index);
     memset(record, 0, CPU_CHUNK_RECORD * sizeof *record);
+    record[CPU_CHUNK_PAGES] = w->sum[r] == 0 ? -INFINITY : w->max[r];
     if (w->sum[r] == 0) continue;
     for (int32_t i = 0; i < c->n_pages; i++)
       for (int32_t j = i * KV_PAGE_TOKENS, end = least(c->n_lanes, j + KV_PAGE_TOKENS); j < end; j++)
         record[c->at[i] % CPU_CHUNK_PAGES] += scores[j] * scores[j];
-    record[CPU_CHUNK_PAGES] = w->max[r];
   }
 }
 

@@ -174,6 +174,29 @@ static void test_whole_pages_are_fp4s(void **state)
   synth_fini(&synth);
 }
 
+/* Where all scores lie far below zero, a query gives nothing to what it does not see, however it was batched. */
+static void test_scores_far_below_zero(void **state)
+{
+  (void)state;
+  static const struct synth_shape shape = {"sparse, biased", L, 64, 6, G, 32, 64, V, 4 * P + 5, 0, false, true, false, true};
+  static struct result first, again;
+  struct synth synth;
+  make_ids();
+  synth_init(&synth, &shape, 9);
+  for (int32_t layer = 0; layer < L; layer++) {
+    for (int32_t i = 0; i < 6 * 32; i++) ((float *)(uintptr_t)synth.model.layers[layer].bq->data)[i] = 20;
+    for (int32_t i = 0; i < G * 32; i++) ((float *)(uintptr_t)synth.model.layers[layer].bk->data)[i] = -20;
+  }
+  struct rig rig = rig_attach(&synth.model, &(struct rig_options){.n_threads = 2, .max_batch_tokens = 1024, .max_seqs = 1024,
+                              .n_pages = N_PAGES + N_MIXED, .fusions = ~0u, .codec = KV_FP4_SPARSE});
+  run(&rig, 1, true, &first);
+  run(&rig, 0, true, &again);
+  for (int32_t i = 0; i < N_PAGES * COLUMNS; i++) assert_true(first.given[i / COLUMNS][i % COLUMNS] <= (uint64_t)3 * N * KV_GIVEN_ONE);
+  assert_memory_equal(again.given, first.given, sizeof first.given);
+  rig_close(&rig);
+  synth_fini(&synth);
+}
+
 /* Missing pages are refused where they make no sense: under other codecs, without blocks, with blocks that are none, and where this step
  * writes; so are copies of blocks that are none. */
 static void test_refusals(void **state)
@@ -234,6 +257,7 @@ static void test_blocks_over_an_open_group(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_broken_pages), cmocka_unit_test(test_whole_pages_are_fp4s),
+                                     cmocka_unit_test(test_scores_far_below_zero),
                                      cmocka_unit_test(test_refusals), cmocka_unit_test(test_blocks_over_an_open_group)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
