@@ -7,7 +7,7 @@
 #include "kv/kv.h"
 
 struct kv_page {
-  int32_t n_refs;            /* tables naming it */
+  int32_t n_refs;            /* tables, and slots' mixed pages, naming it */
   int32_t lru_prev, lru_next;/* while cached; -1 ends */
   int32_t chain_next;        /* next page in its hash bucket, -1 ends */
   uint64_t serial;           /* the index entry's own number, 0 = not indexed; never used twice */

@@ -36,6 +36,8 @@ enum sits_status kv_create(const struct kv_options *options, struct kv **out)
   if (!kv) return SITS_NOMEM;
   kv->options = *options;
   if (options->page_budget > 0) kv->options.prefix_caching = false;
+  const int32_t most = options->max_pages > KV_LEAST_BUDGET ? options->max_pages : KV_LEAST_BUDGET;
+  if (options->page_budget > most) kv->options.page_budget = most; /* no table is longer: nothing is ever dropped */
   kv->n_buckets = 16;
   while (kv->n_buckets < (uint32_t)options->n_pages) kv->n_buckets *= 2;
   kv->lru_oldest = kv->lru_newest = -1;
