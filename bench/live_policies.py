@@ -68,6 +68,10 @@ def simulate(a, trace, *options):
         return json.load(open(out.name))
 
 
+def setting(a):
+    return {key: getattr(a, key) for key in ("minutes", "prompt_by", "output_by", "ttft_target_ms", "chunk_tokens", "max_num_seqs")}
+
+
 def search(a):
     with tempfile.NamedTemporaryFile(suffix=".csv") as trace:
         scaled(a, trace.name)
@@ -76,7 +80,7 @@ def search(a):
     for target in sorted({row["itl_target_ms"] for row in found["goodput"]}):
         print(f"{target:5} ms:", *(f"{row['policy']} {row['goodput']:.2f}" for row in found["goodput"] if row["itl_target_ms"] == target),
               file=sys.stderr)
-    return {"goodput": found["goodput"], "bounds": found["bounds"]}
+    return {"setting": setting(a), "goodput": found["goodput"]}
 
 
 def simulated(a, trace, policy, target_ms, speed, n):
@@ -131,8 +135,7 @@ def replay(a, runs):
         for policy in a.policies:
             for target_ms in a.itl_targets_ms if policy == "alps" else [0]:
                 replay_policy(a, trace.name, times, policy, target_ms, runs)
-    return {"setting": {key: getattr(a, key) for key in ("minutes", "prompt_by", "output_by", "ttft_target_ms", "chunk_tokens",
-                        "static_batch", "max_num_seqs", "duration_s")}, "cost": json.load(open(a.cost)),
+    return {"setting": setting(a) | {key: getattr(a, key) for key in ("static_batch", "duration_s")}, "cost": json.load(open(a.cost)),
             "carried_live": carried(a, runs, "live"), "carried_simulated": carried(a, runs, "simulated"), "runs": runs}
 
 
