@@ -13,6 +13,8 @@ TEXT = DATA / "text" / "pride_and_prejudice.txt"
 @pytest.mark.parametrize("args,text", [
     (("prefix", "--prompt", "500", "--chats", "2"), "more than the 512"),
     (("stall", "--prompt", "3000"), "more than the 512"),
+    (("stall", "--prompt", "100", "--stream-prompt", "512"), "more than the 512"),
+    (("stall", "--prompt", "100", "--quiet-tokens", "600", "--targets", "1"), "end of the model's context"),
     (("speculation", "--text", TEXT, "--texts", "1", "--output", "2000"), "more than the 512"),
     (("stall", "--prompt", "100", "--targets", "fast"), "--targets"),
 ])
