@@ -16,6 +16,7 @@ TEXT = DATA / "text" / "pride_and_prejudice.txt"
     (("stall", "--prompt", "100", "--stream-prompt", "512"), "more than the 512"),
     (("stall", "--prompt", "100", "--quiet-tokens", "600", "--targets", "1"), "end of the model's context"),
     (("speculation", "--text", TEXT, "--texts", "1", "--output", "2000"), "more than the 512"),
+    (("speculation", "--text", TEXT, "--texts", "4", "--streams", "4"), "leaves nothing to replace"),
     (("stall", "--prompt", "100", "--targets", "fast"), "--targets"),
 ])
 def test_engine_refuses(args, text):
@@ -24,6 +25,19 @@ def test_engine_refuses(args, text):
     assert done.returncode == 1 and text in done.stderr, (done.returncode, done.stderr)
     assert "LeakSanitizer" not in done.stderr, done.stderr
     assert not done.stdout
+
+
+@pytest.mark.skipif(not TINY.exists() or not TEXT.exists(), reason="shared test data absent")
+def test_engine_speculation(tmp_path):
+    def run(*args):
+        out = tmp_path / "out.json"
+        subprocess.run([str(BIN / "sits2026-bench"), "engine", "--model", str(TINY), "--device", "cpu", "--threads", "1", "--scenario",
+                        "speculation", "--text", TEXT, "--json", out, *args], check=True, capture_output=True, timeout=60 * SLOW)
+        return json.loads(out.read_text())["results"][0]
+    one = run("--texts", "2", "--output", "64")
+    assert one["answers_equal"] and 0 < one["accepted"] <= one["drafted"], one
+    many = run("--texts", "12", "--output", "24", "--streams", "8", "--pairs", "3")
+    assert len(many["ratios"]) == 3 and many["ratio_median_95"][0] <= many["ratio_median"] <= many["ratio_median_95"][1], many
 
 
 @pytest.mark.skipif(not TINY.exists(), reason="shared test data absent")

@@ -2,7 +2,8 @@
  *
  *   --scenario stall        four streams decode, a long prompt arrives: inter-token P99 and the prompt's reading time, for several targets
  *                           (engine_stall.c)
- *   --scenario speculation  one stream over texts that repeat themselves, with and without prompt lookup: speed, and that answers are equal
+ *   --scenario speculation  texts that repeat themselves with and without prompt lookup, or what it costs many streams
+ *                           (engine_speculation.c)
  *   --scenario prefix       chats with a common beginning: time to the first token of the first and of the later ones
  *
  *   --scenario classes      high-class requests alone and beside four times what the machine can do of low class (engine_load.c)
@@ -16,11 +17,8 @@
 
 #include "base/log.h"
 #include "base/mem.h"
-#include "text/tokenizer.h"
 #include "tools/bench/bench.h"
 #include "tools/bench/engine_bench.h"
-
-enum { PASSAGE = 300, PASSAGE_AGAIN = 24 };
 
 #define AT(field) offsetof(struct engine_bench_options, field)
 static const struct option_spec specs[] = {
@@ -37,9 +35,12 @@ static const struct option_spec specs[] = {
     {"stream-prompt", OPTION_INT, AT(stream_prompt), "64", 1, 1e6, "tokens", 0, NULL, "stall", "What each stream begins with."},
     {"chats", OPTION_INT, AT(chats), "64", 2, 1e4, "chats", 0, NULL, "prefix", "Requests with the common beginning."},
     {"text", OPTION_STRING, AT(text), "", 0, 0, "", 0, NULL, "speculation", "File whose passages are repeated."},
-    {"texts", OPTION_INT, AT(texts), "10", 1, 1000, "passages", 0, NULL, "speculation", "Passages."},
+    {"texts", OPTION_INT, AT(texts), "10", 1, 1000, "passages", 0, NULL, "speculation", "Passages, or requests of a run."},
     {"output", OPTION_INT, AT(output), "96", 1, 1e5, "tokens", 0, NULL, "speculation", "Tokens per answer."},
     {"draft", OPTION_INT, AT(draft), "8", 1, 64, "tokens", 0, NULL, "speculation", "Longest draft."},
+    {"streams", OPTION_INT, AT(streams), "1", 1, 64, "requests", 0, NULL, "speculation",
+     "At once. More than one: pairs of runs with and without, each of --texts requests."},
+    {"pairs", OPTION_INT, AT(pairs), "30", 1, 1000, "pairs", 0, NULL, "speculation", "Of runs, where there are several streams."},
     {"seconds", OPTION_INT, AT(seconds), "30", 1, 3600, "s", 0, NULL, "classes, tenants, placement", "Each run."},
     {"itl-target-ms", OPTION_FLOAT, AT(itl_target_ms), "0", 0, 1e5, "ms", 0, NULL, "classes, tenants, placement", "Inter-token target."},
     {"targets", OPTION_STRING, AT(targets), "1,150,200,300", 0, 0, "", 0, NULL, "stall",
@@ -73,6 +74,7 @@ bool engine_bench_open(struct engine_run *run, const struct engine_bench_options
   if (status != SITS_OK) {
     fprintf(stderr, "sits2026-bench engine: %s\n", err.text);
     instance_close(run->instance);
+    run->instance = NULL;
     return false;
   }
   run->engine = instance_engine(run->instance);
@@ -110,92 +112,6 @@ void engine_bench_prompt(int32_t *tokens, int64_t n, int32_t n_vocab, uint32_t s
     seed = seed * 1664525u + 1013904223u;
     tokens[i] = (int32_t)((seed >> 8) % (uint32_t)(n_vocab - 300)) + 256;
   }
-}
-
-static bool read_text(const char *path, char *text, size_t n_bytes)
-{
-  FILE *file = path ? fopen(path, "rb") : NULL;
-  size_t n = file ? fread(text, 1, n_bytes - 1, file) : 0;
-  if (file) fclose(file);
-  text[n] = '\0';
-  if (n == 0) fprintf(stderr, "sits2026-bench engine: speculation needs --text with a readable file\n");
-  return n > 0;
-}
-
-/* A passage and its beginning once more: what an edit or a quotation looks like to the model. */
-static int64_t passage(const struct token_list *text, int64_t index, int32_t *prompt)
-{
-  int64_t at = index * PASSAGE;
-  if (at + PASSAGE > text->n) return 0;
-  memcpy(prompt, text->ids + at, PASSAGE * sizeof *prompt);
-  memcpy(prompt + PASSAGE, text->ids + at, PASSAGE_AGAIN * sizeof *prompt);
-  return PASSAGE + PASSAGE_AGAIN;
-}
-
-static bool measure_speculation(const struct engine_bench_options *o, int32_t draft, const char *text, int32_t *answers,
-                                double *tokens_per_s, struct engine_stats *stats)
-{
-  struct engine_run run;
-  struct tokenizer *tokenizer = NULL;
-  struct sits_error err = {0};
-  struct token_list ids = {0};
-  int32_t prompt[PASSAGE + PASSAGE_AGAIN];
-  const struct instance_options more = {.max_num_seqs = 16, .spec_max_tokens = draft};
-  if (!engine_bench_open(&run, o, more, PASSAGE + PASSAGE_AGAIN + o->output)) return false;
-  enum sits_status status = tokenizer_load(instance_model(run.instance)->source, &tokenizer, &err);
-  if (status == SITS_OK) status = tokenizer_encode(tokenizer, text, strlen(text), 0, &ids);
-  int64_t n_tokens = 0, busy_us = 0;
-  for (int64_t i = 0; status == SITS_OK && i < o->texts; i++) {
-    int64_t n = passage(&ids, i, prompt);
-    struct sits_request *request = n > 0 ? engine_bench_submit(&run, prompt, n, (int32_t)o->output) : NULL;
-    if (!request) break;
-    struct sits_event e = {0};
-    int64_t first_us = 0, last_us = 0;
-    for (int64_t k = 0; e.kind != SITS_EVENT_FINISH;) {
-      if (sits_request_poll(request, &e) != SITS_OK) {
-        engine_bench_nap();
-        continue;
-      }
-      if (e.kind != SITS_EVENT_TOKEN) continue;
-      if (k == 0) first_us = e.emitted_us;
-      last_us = e.emitted_us;
-      answers[i * o->output + k++] = e.token;
-      n_tokens += k > 1;
-    }
-    busy_us += last_us - first_us;
-    sits_request_release(request);
-  }
-  engine_stats(run.engine, stats);
-  *tokens_per_s = busy_us > 0 ? (double)n_tokens / ((double)busy_us * 1e-6) : 0;
-  token_list_fini(&ids);
-  tokenizer_destroy(tokenizer);
-  instance_close(run.instance);
-  if (status != SITS_OK) fprintf(stderr, "sits2026-bench engine: %s\n", err.text);
-  return status == SITS_OK;
-}
-
-static bool run_speculation(const struct engine_bench_options *o, json_t *rows)
-{
-  static char text[200000];
-  struct engine_stats stats;
-  double with, without;
-  size_t n = (size_t)(o->texts * o->output);
-  if (!read_text(o->text, text, sizeof text)) return false;
-  int32_t *a = mem_calloc(n, sizeof *a), *b = mem_calloc(n, sizeof *b);
-  bool is_good = a && b && measure_speculation(o, 0, text, a, &without, &stats) &&
-                 measure_speculation(o, (int32_t)o->draft, text, b, &with, &stats);
-  if (is_good) {
-    bool is_same = memcmp(a, b, n * sizeof *a) == 0;
-    fprintf(stderr, "speculation: %.1f tokens/s, %.1f without (%.2fx), %llu of %llu drafted tokens right, answers %s\n", with, without,
-            with / without, (unsigned long long)stats.spec_accepted_tokens, (unsigned long long)stats.spec_draft_tokens,
-            is_same ? "equal" : "DIFFER");
-    json_array_append_new(rows, json_pack("{s:f, s:f, s:I, s:I, s:b}", "tokens_per_s", with, "tokens_per_s_without", without, "drafted",
-                                          (json_int_t)stats.spec_draft_tokens, "accepted", (json_int_t)stats.spec_accepted_tokens,
-                                          "answers_equal", is_same));
-  }
-  mem_free(a);
-  mem_free(b);
-  return is_good;
 }
 
 static bool run_prefix(const struct engine_bench_options *o, json_t *rows)
@@ -253,7 +169,7 @@ int bench_engine(int argc, char **argv)
   bool is_good = o.model && out && rows;
   if (!o.model) fprintf(stderr, "sits2026-bench engine: needs --model\n");
   if (is_good && strcmp(o.scenario, "stall") == 0) is_good = engine_bench_stall(&o, rows);
-  else if (is_good && strcmp(o.scenario, "speculation") == 0) is_good = run_speculation(&o, rows);
+  else if (is_good && strcmp(o.scenario, "speculation") == 0) is_good = engine_bench_speculation(&o, rows);
   else if (is_good && strcmp(o.scenario, "prefix") == 0) is_good = run_prefix(&o, rows);
   else if (is_good && strcmp(o.scenario, "classes") == 0) is_good = engine_bench_classes(&o, rows);
   else if (is_good && strcmp(o.scenario, "placement") == 0) is_good = engine_bench_placement(&o, rows);

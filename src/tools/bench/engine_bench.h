@@ -8,7 +8,7 @@
 
 struct engine_bench_options {
   const char *model, *device, *scenario, *text, *kv_cache_dtype, *targets, *json, *trace, *speeds;
-  int64_t threads, prompt, chats, draft, texts, output, seconds, quiet_tokens, stream_prompt, max_num_seqs;
+  int64_t threads, prompt, chats, draft, streams, pairs, texts, output, seconds, quiet_tokens, stream_prompt, max_num_seqs;
   double itl_target_ms, ttft_target_ms, quiet_ms, kv_cache_gb;
 };
 
@@ -34,7 +34,8 @@ bool engine_bench_stall(const struct engine_bench_options *options, json_t *rows
 /* engine_load.c: the same. */
 bool engine_bench_classes(const struct engine_bench_options *options, json_t *rows);
 bool engine_bench_tenants(const struct engine_bench_options *options, json_t *rows);
-/* engine_pair.c: the same */
+/* engine_speculation.c, engine_pair.c: the same */
+bool engine_bench_speculation(const struct engine_bench_options *options, json_t *rows);
 bool engine_bench_placement(const struct engine_bench_options *options, json_t *rows);
 
 #endif
