@@ -86,6 +86,7 @@ enum sits_status alps_create(const struct alps_options *options, struct alps **o
   }
   init_tables(alps);
   alps_cost_init(&alps->cost, &options->prior, options->tile_tokens);
+  alps_verify_init(&alps->verify);
   alps->margin = 0.96;
   alps->slice_id = -1;
   alps->slice_ratio = 1;
@@ -286,17 +287,13 @@ static void control(struct alps *alps, const struct alps_plan *plan, int64_t ste
   else alps->sequence_cap = fmin(alps->options.max_seqs, alps->sequence_cap + 1);
 }
 
-/* What one more row costs beside few others is another thing than what a prompt's token costs: up to a dozen rows a step is bound by the
- * weights' bytes. So drafts are judged by the steps without prompts alone. */
+/* Steps without prompts show what drafts cost; one far beyond the usual for its tokens is a hiccup. */
 static void note_verify(struct alps *alps, const struct alps_plan *plan, double step_us)
 {
-  enum { FEW_TOKENS = 64 };
-  static const double KEEP = 0.99, HICCUP = 2;
-  struct alps_line *l = &alps->verify;
-  const double x = plan->n_tokens, usual = alps->decode_us;
-  if (plan->n_items != plan->n_decode || plan->n_tokens > FEW_TOKENS || plan->n_items == 0) return;
-  if (usual > 0 && step_us > HICCUP * usual * (1 + x / (double)plan->n_items)) return;
-  *l = (struct alps_line){KEEP * l->n + 1, KEEP * l->x + x, KEEP * l->xx + x * x, KEEP * l->y + step_us, KEEP * l->xy + x * step_us};
+  static const double HICCUP = 2;
+  if (plan->n_items != plan->n_decode || plan->n_items == 0) return;
+  if (alps->decode_us > 0 && step_us > HICCUP * alps->decode_us * (1 + plan->n_tokens / (double)plan->n_items)) return;
+  alps_verify_observe(&alps->verify, plan->n_tokens, step_us);
 }
 
 void alps_note_slice(struct alps *alps, const struct alps_plan *plan, int64_t own_us)

@@ -6,6 +6,7 @@
 
 #include "alps/alps.h"
 #include "alps/alps_heap.h"
+#include "alps/alps_verify.h"
 #include "alps/alps_window.h"
 
 #define ALPS_LENGTHS 96 /* lists of prompts by length, four an octave */
@@ -53,9 +54,6 @@ struct alps_class {
   bool was_active;
 };
 
-/* A straight line through recent points: sums with fading weights. */
-struct alps_line { double n, x, xx, y, xy; };
-
 /* What a plan books before it is known whether it will run: time received and time saved up. */
 struct alps_accounts { double pass[ALPS_CLASSES], credit_us[ALPS_CLASSES]; };
 
@@ -91,7 +89,7 @@ struct alps {
   double margin;                /* share of the target that a step may plan for */
   double sequence_cap;          /* dynamic batch size */
   double decode_us;             /* recent time of steps without prompts */
-  struct alps_line verify;      /* time of steps without prompts by their tokens, drafts included */
+  struct alps_verify verify;    /* time of steps without prompts by their tokens, drafts included */
   double read_us, read_tokens;  /* recent steps with prompts: their time, their prompt tokens */
   int64_t now_us;               /* of the plan being made */
   struct alps_accounts before;  /* the newest plan */

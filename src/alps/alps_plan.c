@@ -169,13 +169,11 @@ static void choose_classes(struct planner *p, const struct alps_cost_work work[A
   }
 }
 
-/* Predicted time of a step without prompts that holds `work` in so many tokens: by the line where enough is known, else by the model. */
-static double verify_us(const struct alps *alps, const struct alps_cost_work *work, double n_tokens)
+/* Predicted time of a step without prompts that holds `work` in so many tokens: as such steps took, where enough is known of them. */
+static double verify_us(const struct alps *alps, const struct alps_cost_work *work, int32_t n_tokens)
 {
-  const struct alps_line *l = &alps->verify;
-  const double spread = l->n * l->xx - l->x * l->x, slope = (l->n * l->xy - l->x * l->y) / spread;
-  if (l->n < 8 || spread < 0.1 * l->n * l->n || !(slope >= 0) || l->y <= slope * l->x) return alps_cost_predict(&alps->cost, work);
-  return (l->y - slope * l->x) / l->n + slope * n_tokens;
+  const double us = alps_verify_predict(&alps->verify, n_tokens);
+  return us > 0 ? us : alps_cost_predict(&alps->cost, work);
 }
 
 /* How many drafted tokens to verify, so that the step's sequences get most tokens for its time. */
