@@ -2,9 +2,11 @@
  * guessed to follow again (prompt lookup; Saxena 2023, "Prompt lookup decoding"). Summaries and edits of a text repeat much of it.
  *
  * Places are those with the longest match of up to ENGINE_LONGEST_MATCH tokens. The draft follows them token by token: what most of them
- * went on with, the newest deciding among equals, and those that went on otherwise are left behind. How likely a token is right depends on
- * how long its match is, the drafted tokens included, and on whether its places agree; shares of right tokens by both are learned
- * from all sequences together. The planner takes as many tokens as pay at those chances.
+ * went on with, the newest deciding among equals, and those that went on otherwise are left behind. Where the newest token has no match, or
+ * a match of it alone, but the tokens before it have a long one, that place is resumed behind the token that stood there instead: an edit
+ * replaces a word and goes on. How likely a token is right depends on how long its match is, the drafted tokens included, and on whether
+ * its places agree, or on its distance from a replaced token; shares of right tokens of each kind are learned from all sequences
+ * together. The planner takes as many tokens as pay at those chances.
  *
  * A draft lies behind the known tokens of a choice and is verified by the next step: one row of logits per drafted token, each drawn as
  * it would be without speculation (engine_output.c, draw_rows), so the answer is the same token for token, sampled or greedy.
@@ -15,18 +17,21 @@
 #include "engine/engine_internal.h"
 
 enum { MOST_PLACES = 64, LOOK_BACK = 16384, POOR_WAIT = 4, FAILED_WAIT = 16 };
+enum { SURE_MATCH = 5 };  /* before a strange token: from here on its place is resumed */
+enum { FIRST_RESUMED = ENGINE_LOOKUP_KINDS - ENGINE_RESUMED };
 
-static const float START[ENGINE_LONGEST_MATCH + 1] = {0, 0.25f, 0.45f, 0.55f, 0.65f, 0.75f, 0.75f, 0.8f, 0.8f}, START_DISPUTED = 0.7f;
+static const float START[ENGINE_LONGEST_MATCH + 1] = {0, 0.25f, 0.45f, 0.55f, 0.65f, 0.75f, 0.75f, 0.8f, 0.8f}, START_DISPUTED = 0.7f,
+                   START_RESUMED = 0.5f;
 static const float LOOKUP_RATE = 0.05f; /* of what is learned from a verified token */
 static const float LOOKUP_HOPE = 0.003f; /* back to the start with each look-up, so that a kind that never paid is tried again */
 static const float ACCEPT_START = 0.6f, ACCEPT_RATE = 0.15f, ACCEPT_POOR = 0.2f;
 
-/* Ends of the places where the last tokens stood before, newest first. */
-struct places { int32_t end[MOST_PLACES], n, length; };
+/* Where the tokens to come may have stood before, newest first: ends of the places of the longest match. */
+struct places { int32_t end[MOST_PLACES], n, length; bool is_resumed; };
 
 static float start_of(int32_t kind)
 {
-  return START[kind / 2] * (kind % 2 ? 1 : START_DISPUTED);
+  return kind >= FIRST_RESUMED ? START_RESUMED : START[kind / 2] * (kind % 2 ? 1 : START_DISPUTED);
 }
 
 void engine_draft_init(struct sits_engine *engine)
@@ -44,7 +49,7 @@ static int32_t match_length(const int32_t *tokens, int32_t end, int32_t known)
 static void look_up(const int32_t *tokens, int32_t known, struct places *out)
 {
   int32_t oldest = known > LOOK_BACK ? known - LOOK_BACK : 0;
-  out->n = out->length = 0;
+  *out = (struct places){.n = 0};
   for (int32_t end = known - 1; end > oldest; end--) {
     if (tokens[end - 1] != tokens[known - 1]) continue;
     int32_t n = match_length(tokens, end, known);
@@ -54,6 +59,26 @@ static void look_up(const int32_t *tokens, int32_t known, struct places *out)
     }
     if (n == out->length && out->n < MOST_PLACES) out->end[out->n++] = end;
   }
+}
+
+/* The longest match, or a place that is resumed. */
+static void find_places(const int32_t *tokens, int32_t known, struct places *out)
+{
+  struct places before;
+  look_up(tokens, known, out);
+  if (out->length > 1) return;
+  look_up(tokens, known - 1, &before);
+  if (before.length < SURE_MATCH + out->length) return;
+  for (int32_t i = 0; i < before.n; i++) before.end[i]++;
+  before.is_resumed = true;
+  *out = before;
+}
+
+/* Kind of the n-th drafted token. */
+static int32_t kind_of(const struct places *places, int32_t n, bool agree)
+{
+  if (places->is_resumed) return FIRST_RESUMED + (n < ENGINE_RESUMED ? n : ENGINE_RESUMED - 1);
+  return 2 * (places->length + n < ENGINE_LONGEST_MATCH ? places->length + n : ENGINE_LONGEST_MATCH) + agree;
 }
 
 /* What most places went on with after `ahead` tokens; the others are dropped. *agree: there were none. A place may run on into the draft
@@ -98,12 +123,12 @@ static bool draft_for(struct sits_engine *engine, struct engine_choice *choice)
   int32_t known = engine_known(choice), most = engine->options.spec_max_tokens;
   int32_t left = choice->request->params.sampling.max_tokens - choice->n_out - 1; /* the step draws one token beyond the draft */
   if (most > left) most = left;
-  look_up(choice->tokens, known, &places);
+  find_places(choice->tokens, known, &places);
   if (places.n == 0 || (engine->drafter && places.length < 2)) return false;
   for (int32_t n = 0; n < most; n++) {
     bool agree;
     choice->tokens[known + n] = vote(choice->tokens, n, &places, &agree);
-    int32_t length = places.length + n < ENGINE_LONGEST_MATCH ? places.length + n : ENGINE_LONGEST_MATCH, kind = 2 * length + agree;
+    const int32_t kind = kind_of(&places, n, agree);
     engine->lookup_right[kind] += LOOKUP_HOPE * (start_of(kind) - engine->lookup_right[kind]);
     choice->draft_lookup[n] = (uint8_t)kind;
     choice->draft_chance[n] = engine->lookup_right[kind];

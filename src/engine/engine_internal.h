@@ -31,7 +31,9 @@ enum engine_draft_kind { DRAFT_LOOKUP, DRAFT_MODEL };
 
 #define ENGINE_MOST_DRAFT 64      /* tokens */
 #define ENGINE_LONGEST_MATCH 8    /* tokens before a looked-up one that are compared */
-#define ENGINE_LOOKUP_KINDS (2 * (ENGINE_LONGEST_MATCH + 1)) /* by length of the match, and by whether all places of it agree */
+#define ENGINE_RESUMED 2          /* kinds of tokens where a place is resumed: the first, further ones */
+/* The others: by length of the match, and by whether all places of it agree. */
+#define ENGINE_LOOKUP_KINDS (2 * (ENGINE_LONGEST_MATCH + 1) + ENGINE_RESUMED)
 
 /* How a choice's guesses by the draft model fare. */
 struct engine_guesses {
