@@ -3,12 +3,13 @@
   equal  100 prompts, greedy: token ids without speculation, with prompt lookup, and with a draft model (--draft-model; default the model
          itself), several at once
   speed  one stream; passages to summarise and to quote, code to edit, each answer to its own end: tokens/s with and without prompt
-         lookup, runs taken in turns; `bound` is what the share of tokens that came from drafts would give if verifying cost nothing
-  busy   as many streams as speculative-max-running: tokens/s with and without speculation, runs taken in turns
+         lookup, runs taken in turns, each answer's time the median of its rounds; `bound` is what the share of tokens that came from
+         drafts would give if verifying cost nothing
+  busy   as many streams as speculative-max-running, each replaced when it ends: sits2026-bench engine --scenario speculation
 
 Prints one JSON object; --json FILE writes it. The servers run at the same time and take turns, so that what else the machine does meets
 all of them alike."""
-import argparse, concurrent.futures, datetime, json, pathlib, statistics, subprocess, urllib.request
+import argparse, concurrent.futures, datetime, json, pathlib, statistics, subprocess, tempfile, urllib.request
 
 from live_server import ROOT, Server
 
@@ -111,40 +112,27 @@ def speed(servers, texts, rounds):
     out = {}
     for kind, bodies in kinds.items():
         before = drafted(servers["lookup"])
-        spent = {name: [0, 0] for name in servers}
+        tokens, times = {name: 0 for name in servers}, {name: [[] for _ in bodies] for name in servers}
         for _ in range(rounds):
-            for body in bodies:
+            for i, body in enumerate(bodies):
                 for name, server in servers.items():
                     n, ms = rate(ask(server, body))
-                    spent[name][0] += n
-                    spent[name][1] += ms
-        out[kind] = {name: round(1000 * n / ms, 1) for name, (n, ms) in spent.items()}
+                    tokens[name] += n
+                    times[name][i].append(ms)
+        out[kind] = {name: round(1000 * n / rounds / sum(map(statistics.median, times[name])), 1) for name, n in tokens.items()}
         out[kind] |= {key: n - before[key] for key, n in drafted(servers["lookup"]).items() if key != "guessed_by_model"}
-        n = spent["lookup"][0]
+        n = tokens["lookup"]
         out[kind]["bound"] = round(n / (n - out[kind]["accepted"]), 2)
         out[kind]["ratio"] = round(out[kind]["lookup"] / out[kind]["off"], 2)
     return out
 
 
-def interval_of_median(values):
-    """95 % by order statistics: the median lies between these two of the sorted values."""
-    n, v = len(values), sorted(values)
-    reach = int(0.98 * n**0.5 + 1)
-    return [round(v[max(0, n // 2 - reach)], 4), round(v[min(n - 1, (n - 1) // 2 + reach)], 4)]
-
-
-def busy(servers, texts, rounds, streams):
-    bodies = [chat(f"Go on with this text:\n{t}", 96, ignore_eos=True) for t in texts[:streams]]
-    rates = {name: [] for name in servers}
-    with concurrent.futures.ThreadPoolExecutor(streams) as pool:
-        for i in range(rounds):
-            for name, server in list(servers.items())[:: 1 if i % 2 == 0 else -1]: # who goes first changes
-                answers = list(pool.map(lambda b: rate(ask(server, b)), bodies))
-                rates[name].append(sum(1000 * n / ms for n, ms in answers))
-    ratios = [a / b for a, b in zip(rates["lookup"], rates["off"])]
-    return {"streams": streams, **{name: round(statistics.median(r), 1) for name, r in rates.items()},
-            "ratio_median": round(statistics.median(ratios), 4), "ratio_median_95": interval_of_median(ratios),
-            "ratios": [round(r, 3) for r in ratios]}
+def busy(o, streams):
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        subprocess.run([str(o.bin / "sits2026-bench"), "engine", "--model", o.model, "--device", "cpu", "--scenario", "speculation",
+                        "--text", o.text, "--streams", str(streams), "--draft", str(o.speculative_tokens), "--pairs", str(o.pairs),
+                        "--texts", "18", "--output", "64", "--json", out.name], check=True)
+        return json.load(open(out.name))["results"][0]
 
 
 def main():
@@ -156,6 +144,7 @@ def main():
     parser.add_argument("--cases", default="equal,speed,busy")
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=30, help="busy: pairs of runs")
     parser.add_argument("--speculative-tokens", type=int, default=6)
     parser.add_argument("--json")
     o = parser.parse_args()
@@ -176,10 +165,10 @@ def main():
         servers.pop("draft model").stop()
     if "speed" in cases:
         out["speed"] = speed(servers, texts, o.rounds)
-    if "busy" in cases:
-        out["busy"] = busy(servers, texts, 4 * o.rounds, 8)
     for server in servers.values():
         server.stop()
+    if "busy" in cases:
+        out["busy"] = busy(o, 8)
     text = json.dumps(out, indent=1)
     print(text)
     if o.json:
