@@ -273,6 +273,8 @@ enum sits_status options_load(struct options *options, struct option_set *set, i
   if (status) return status;
   status = split_args(argc, argv, &early, rest, &n_rest, options, err);
   if (!status && early.config_path) status = option_load_yaml(set, early.config_path, err);
+  options->config_path = early.config_path;
+  options->config_has_secret = !status && (options->api_key || options->node_secret || options->otlp_headers);
   if (!status) status = option_load_env(set, err);
   if (!status) status = option_parse_args(set, n_rest, rest, 0, NULL, err);
   bool is_checked = early.action == OPTIONS_RUN || early.action == OPTIONS_PRINT_CONFIG || early.action == OPTIONS_PRINT_SAMPLE;

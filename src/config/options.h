@@ -75,6 +75,8 @@ struct options {
   /* words of the command line */
   char *const *files;               /* [n_files] behind --verify-audit; borrowed from argv */
   int n_files;
+  const char *config_path;          /* NULL: none; borrowed from argv or the environment */
+  bool config_has_secret;           /* it sets an option that is never printed */
 };
 
 extern const struct option_spec options_table[];

@@ -17,6 +17,7 @@
 #include "daemon/actions.h"
 #include "daemon/notify.h"
 #include "daemon/ranks.h"
+#include "daemon/secrets.h"
 #include "daemon/service.h"
 
 struct loader {
@@ -156,6 +157,7 @@ int main(int argc, char **argv)
   log_set_level(level_of(options.log_level));
   json_object_seed(0); /* before any thread */
   int result;
+  if (action == OPTIONS_RUN) secrets_check(&options);
   if (action != OPTIONS_RUN) result = action_run(action, &options, &set);
   else result = ranks_follows(&options) ? ranks_follow(&options) : serve(&options);
   option_set_fini(&set);

@@ -11,6 +11,7 @@
 #include "base/mapfile.h"
 #include "base/mem.h"
 #include "daemon/ranks.h"
+#include "daemon/secrets.h"
 #include "tensor/gguf.h"
 
 #define AUDIT_QUEUE_BYTES (64 << 20)      /* lines that may wait for a slow disk */
@@ -345,6 +346,7 @@ void service_reload(struct service *service)
 {
   struct sits_error err = {0};
   int32_t n_keys = 0;
+  secrets_check(service->options);
   reload_tls(service->http_tls, "HTTP");
   reload_tls(service->grpc_tls, "gRPC");
   if (!service->options->api_key_file) return;

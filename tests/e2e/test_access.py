@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from conftest import BIN, ROOT, SLOW, SMOL, TINY, events, wait_for
+from conftest import BIN, ROOT, SLOW, SMOL, TINY, events, make_certificate, wait_for
 from grpc_client import channel, grpc, pb, start_both, stubs
 from grpc_health.v1 import health_pb2
 
@@ -380,3 +380,32 @@ def test_a_key_is_hashed_whole_or_refused(text, ok):
         assert hashlib.sha256(bytes.fromhex(salt) + text.rstrip(b"\r\n")).hexdigest() == digest
     else:
         assert not done.stdout and b"sits2026d: the key has" in done.stderr or b"a key has printable" in done.stderr
+
+
+def test_files_of_secrets_that_others_can_read_are_told(tmp_path, launch):
+    """One rule for all of them, at the start and on SIGHUP, and the secret itself is not in the log."""
+    certificate = dict(zip(*[iter(make_certificate(tmp_path))] * 2))
+    files = {"ssl-keyfile": certificate["--ssl-keyfile"], "api-key-file": tmp_path / "keys.yaml", "audit-key-file": tmp_path / "audit.key",
+             "config": tmp_path / "config.yaml"}
+    write(files["api-key-file"], [ENTRIES["worker"]])
+    files["audit-key-file"].write_text("k" * 40)
+    files["config"].write_text(f"ssl-certfile: {certificate['--ssl-certfile']}\nssl-keyfile: {files['ssl-keyfile']}\n"
+                               f"api-key: {KEYS['admin']}\n")
+    for path in files.values():
+        path.chmod(0o644)
+    files["ssl-keyfile"].chmod(0o600)
+    files["api-key-file"].chmod(0o640)
+    server = launch(TINY, "--config", files["config"], "--api-key-file", files["api-key-file"], "--audit-log", tmp_path / "audit.log",
+                    "--audit-key-file", files["audit-key-file"], wait=False)
+
+    def told():
+        return [re.search(r"daemon +(\S+)", line).group(1) for line in server.text().splitlines() if "others than its owner" in line]
+    assert told() == ["api-key-file", "audit-key-file", "config"]
+    assert "k" * 40 not in server.text() and KEYS["admin"] not in server.text()
+    for path in files.values():
+        path.chmod(0o600)
+    files["ssl-keyfile"].chmod(0o604)
+    wait_for(lambda: "ready model" in server.text())
+    server.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "API keys read again" in server.text())
+    assert told()[3:] == ["ssl-keyfile"]
