@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, SLOW, TINY
+from conftest import ROOT, SLOW, TINY, wait_for
 from grpc_client import channel, pb, start_both, stubs
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -74,3 +74,56 @@ def test_nothing_is_left(server):
     while len(os.listdir(f"/proc/{server.process.pid}/fd")) > 120:
         assert time.time() < end
         time.sleep(0.05)
+
+
+def cuts(server, why):
+    return sum("a connection was cut" in line and why in line for line in server.text().splitlines())
+
+
+def test_a_connection_that_takes_its_calls_back_is_cut(server):
+    """20,000 calls on one connection, each opened and reset: no more of them are begun than a connection could have open, and some."""
+    begun = server.metric("grpc_requests_in_flight")
+    opened = b"".join(abuse.frame(1, 4, at, abuse.call_headers(abuse.GENERATE)) + abuse.frame(3, 0, at, b"\0\0\0\x08")
+                      for at in range(1, 40000, 2))
+    before, sock = memory_mb(server), abuse.h2(server.target)
+    try:
+        sock.sendall(opened)
+    except OSError:
+        pass  # cut while it sends
+    wait_for(lambda: cuts(server, "takes them back") + cuts(server, "more calls than streams"), 30)
+    wait_for(lambda: server.metric("grpc_requests_in_flight") <= begun, 60)
+    assert memory_mb(server) - before < 200
+    sock.close()
+    server.wait_quiet()
+
+
+def test_calls_that_are_left_are_not_taken_for_abuse(server):
+    """A client may leave as many calls at once as it may have open on a connection."""
+    n_cuts = cuts(server, "")
+    with channel(server) as ch:
+        for _ in range(3):
+            request = pb.GenerateRequest(prompt=["Once"], max_tokens=400, ignore_eos=True)
+            calls = [stubs.InferenceStub(ch).GenerateStream(request, timeout=60 * SLOW) for _ in range(100)]
+            for call in calls:
+                call.cancel()
+        request = pb.GenerateRequest(prompt=["Once"], max_tokens=3, ignore_eos=True)
+        assert list(stubs.InferenceStub(ch).GenerateStream(request, timeout=60 * SLOW))[-1].usage.completion_tokens == 3
+    assert cuts(server, "") == n_cuts, [line for line in server.text().splitlines() if "was cut" in line][n_cuts:]
+    server.wait_quiet()
+
+
+def test_headers_without_end_are_cut(server):
+    """100 connections send 1 MB of a header each and hold it: all together may have sent 64 MB."""
+    start = b"\x00\x01x\x7f\x81\xff\x3f"  # a literal header whose value is to have 1 MB
+    n_cuts, before, socks = cuts(server, "begins no call"), memory_mb(server), []
+    for _ in range(100):
+        sock = abuse.h2(server.target)
+        socks.append(sock)
+        try:
+            sock.sendall(abuse.frame(1, 0, 1, abuse.call_headers(abuse.GENERATE) + start) + abuse.frame(9, 0, 1, b"a" * 16384) * 62)
+        except OSError:
+            pass
+    wait_for(lambda: cuts(server, "begins no call") - n_cuts >= 25, 60)
+    assert memory_mb(server) - before < 300
+    for sock in socks:
+        sock.close()

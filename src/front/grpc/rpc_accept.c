@@ -4,8 +4,11 @@
  * The core does not tell when a connection ends, so at the cap the table of (descriptor, inode) is swept for those that are no more. The
  * same thread looks for changes of health while someone watches. */
 #include <errno.h>
+#include <fcntl.h>
 #include <grpc/grpc_posix.h>
 #include <grpc/grpc_security.h>
+#include <netinet/in.h>
+#include <linux/tcp.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -13,39 +16,155 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
 #include "front/grpc/rpc_internal.h"
 #include "front/net/net_listen.h"
 
 #define BACK_OFF_US 50000
-#define WATCH_INTERVAL_MS 50
 
-struct rpc_connection { int fd; ino_t inode; };
+#define LOOK_INTERVAL_MS 50               /* at health, and at connections that no call has come on yet */
+#define UNBEGUN_BYTES (INT64_C(64) << 20) /* that all of those together may have sent */
+#define MOST_DISCARDS 64                  /* reads */
+#define MOST_CALLS (2 * RPC_STREAMS_PER_CONNECTION) /* of a connection at once: as many streams may be open, others may be ending */
+
+struct rpc_connection {
+  int fd;
+  ino_t inode;
+  bool has_begun;                         /* a call came on it */
+  bool is_cut;
+  int64_t n_received;                     /* bytes, at the last look; only looked at before a call came */
+  int64_t second, n_taken_back;           /* calls taken back in that second of the monotonic clock */
+  int64_t n_calls;                        /* begun and not freed */
+};
+
+/* Is the descriptor still this connection's? */
+static bool is_open(const struct rpc_connection *connection)
+{
+  struct stat info;
+  return !fstat(connection->fd, &info) && info.st_ino == connection->inode;
+}
 
 /* Forget the connections that are closed: their descriptor is gone, or is something else by now. */
-static void sweep(struct rpc_server *server)
+static void sweep_locked(struct rpc_server *server)
 {
   int n = 0;
-  for (int i = 0; i < server->n_connections; i++) {
-    struct stat info;
-    if (!fstat(server->connections[i].fd, &info) && info.st_ino == server->connections[i].inode)
-      server->connections[n++] = server->connections[i];
-  }
+  for (int i = 0; i < server->n_connections; i++)
+    if (is_open(&server->connections[i])) server->connections[n++] = server->connections[i];
   server->n_connections = n;
+}
+
+static struct rpc_connection *find_locked(struct rpc_server *server, int fd)
+{
+  for (int i = server->n_connections - 1; i >= 0; i--) /* the last one with a number is the one that has it now */
+    if (server->connections[i].fd == fd) return &server->connections[i];
+  return NULL;
+}
+
+/* The library sees the end of it, and closes and frees what it holds of it. What the kernel has received is thrown away first, for the
+ * library would go on reading it. */
+static void cut_locked(struct rpc_connection *connection, const char *why)
+{
+  if (connection->is_cut || !is_open(connection)) return;
+  connection->is_cut = true;
+  shutdown(connection->fd, SHUT_RDWR);
+  for (int i = 0; i < MOST_DISCARDS && recv(connection->fd, NULL, 1 << 30, MSG_TRUNC | MSG_DONTWAIT) > 0;) i++;
+  log_warn("grpc", "a connection was cut: %s", why);
+}
+
+/* A call that its client takes back costs a begin and an end, and the library no longer counts it among the open streams. So more calls
+ * than streams may be open at once, or more taken back in a second than that, are no client's need. */
+void rpc_accept_begun(struct rpc_server *server, int fd)
+{
+  if (fd < 0) return;
+  pthread_mutex_lock(&server->connection_mutex);
+  struct rpc_connection *connection = find_locked(server, fd);
+  if (connection) connection->has_begun = true;
+  if (connection && ++connection->n_calls > MOST_CALLS) cut_locked(connection, "it has more calls than streams may be open");
+  pthread_mutex_unlock(&server->connection_mutex);
+}
+
+void rpc_accept_freed(struct rpc_server *server, int fd)
+{
+  if (fd < 0) return;
+  pthread_mutex_lock(&server->connection_mutex);
+  struct rpc_connection *connection = find_locked(server, fd); /* a later one, if the call outlived its own: then it counts too few */
+  if (connection && connection->n_calls > 0) connection->n_calls--;
+  pthread_mutex_unlock(&server->connection_mutex);
+}
+
+void rpc_accept_taken_back(struct rpc_server *server, int fd)
+{
+  if (fd < 0) return;
+  const int64_t second = clock_monotonic_us() / 1000000;
+  pthread_mutex_lock(&server->connection_mutex);
+  struct rpc_connection *connection = find_locked(server, fd);
+  if (connection && connection->second != second) {
+    connection->second = second;
+    connection->n_taken_back = 0;
+  }
+  if (connection && ++connection->n_taken_back > RPC_STREAMS_PER_CONNECTION) cut_locked(connection, "it opens calls and takes them back");
+  pthread_mutex_unlock(&server->connection_mutex);
+}
+
+/* What a connection sent before its first call is whole lies in the library's memory, without a limit of the library's. While all such
+ * connections together hold too much, the one that sent most is cut. False: there is no such connection. */
+static bool look_at_unbegun(struct rpc_server *server)
+{
+  int64_t n_bytes = 0, n_unbegun = 0;
+  pthread_mutex_lock(&server->connection_mutex);
+  for (int i = 0; i < server->n_connections; i++) {
+    struct rpc_connection *connection = &server->connections[i];
+    struct tcp_info info = {0};
+    socklen_t n = sizeof info;
+    connection->n_received = 0;
+    if (connection->has_begun || connection->is_cut || !is_open(connection)) continue;
+    if (!getsockopt(connection->fd, IPPROTO_TCP, TCP_INFO, &info, &n)) connection->n_received = (int64_t)info.tcpi_bytes_received;
+    n_bytes += connection->n_received;
+    n_unbegun++;
+  }
+  while (n_bytes > UNBEGUN_BYTES) {
+    struct rpc_connection *most = &server->connections[0];
+    for (int i = 1; i < server->n_connections; i++)
+      if (server->connections[i].n_received > most->n_received) most = &server->connections[i];
+    n_bytes -= most->n_received;
+    most->n_received = 0;
+    cut_locked(most, "it sends much and begins no call");
+  }
+  pthread_mutex_unlock(&server->connection_mutex);
+  return n_unbegun > 0;
+}
+
+/* Calls may begin after their connection's descriptor is closed, and the library names them by its number only: a new connection gets a
+ * number that none in the table has had, or it would answer for them. Where none is free, the one it came with. */
+static int choose_number_locked(struct rpc_server *server, int fd)
+{
+  int highest = fd;
+  if (!find_locked(server, fd)) return fd;
+  for (int i = 0; i < server->n_connections; i++) highest = server->connections[i].fd > highest ? server->connections[i].fd : highest;
+  const int other = fcntl(fd, F_DUPFD_CLOEXEC, highest + 1);
+  if (other < 0) return fd;
+  close(fd);
+  return other;
 }
 
 static void take_connection(struct rpc_server *server, int fd, grpc_server_credentials *credentials)
 {
   struct stat info;
-  if (server->n_connections == server->options.max_connections) sweep(server);
-  if (server->n_connections == server->options.max_connections || fstat(fd, &info)) {
-    log_warn("grpc", "a connection was refused: %d are open", server->n_connections);
+  pthread_mutex_lock(&server->connection_mutex);
+  if (server->n_connections == server->options.max_connections) sweep_locked(server);
+  fd = choose_number_locked(server, fd);
+  const int n_open = server->n_connections;
+  const bool has_room = n_open < server->options.max_connections && !fstat(fd, &info);
+  if (has_room) server->connections[server->n_connections++] = (struct rpc_connection){.fd = fd, .inode = info.st_ino};
+  pthread_mutex_unlock(&server->connection_mutex);
+  if (!has_room) {
+    log_warn("grpc", "a connection was refused: %d are open", n_open);
     close(fd);
     return;
   }
   net_prepare(fd);
-  server->connections[server->n_connections++] = (struct rpc_connection){fd, info.st_ino};
   grpc_server_add_channel_from_fd(server->core, fd, credentials); /* the descriptor is the library's now */
 }
 
@@ -79,13 +198,16 @@ static void *accept_main(void *argument)
 {
   struct rpc_server *server = argument;
   grpc_server_credentials *credentials = grpc_insecure_server_credentials_create();
+  bool has_unbegun = false;
   while (!atomic_load(&server->is_stopping)) {
     struct pollfd fds[2] = {{.fd = server->wake_fd, .events = POLLIN}, {.fd = server->listen_fd, .events = POLLIN}};
-    poll(fds, server->listen_fd >= 0 ? 2 : 1, atomic_load(&server->n_watchers) > 0 ? WATCH_INTERVAL_MS : -1);
+    const bool waits = !has_unbegun && atomic_load(&server->n_watchers) == 0;
+    poll(fds, server->listen_fd >= 0 ? 2 : 1, waits ? -1 : LOOK_INTERVAL_MS);
     uint64_t n_wakes;
     if (fds[0].revents && read(server->wake_fd, &n_wakes, sizeof n_wakes) < 0) log_debug("grpc", "the wake-up was read already");
     if (server->listen_fd >= 0 && atomic_load(&server->is_accept_stopping)) close_listener(server);
     else if (server->listen_fd >= 0 && fds[1].revents) accept_all(server, credentials);
+    has_unbegun = look_at_unbegun(server);
     if (atomic_load(&server->n_watchers) > 0) rpc_health_broadcast(server);
   }
   grpc_server_credentials_release(credentials);

@@ -16,6 +16,8 @@
 #include "front/api/api_timing.h"
 #include "front/grpc/rpc_internal.h"
 
+#define TAKEN_BACK_US 100000 /* a call that its client ends sooner is taken back */
+
 static void on_new(struct rpc *rpc, bool ok);
 static void on_close(struct rpc *rpc, bool ok);
 static void on_write(struct rpc *rpc, bool ok);
@@ -137,7 +139,7 @@ void rpc_unref(struct rpc *rpc)
   if (atomic_fetch_sub(&rpc->n_refs, 1) != 1) return;
   struct rpc_server *server = rpc->server;
   const struct rpc_method *method = rpc->method;
-  int queue = rpc->queue;
+  int queue = rpc->queue, fd = rpc->fd;
   bool is_listed = rpc->is_listed, owes_arm = rpc->owes_arm;
   if (is_listed) {
     observe(rpc);
@@ -156,7 +158,9 @@ void rpc_unref(struct rpc *rpc)
   } else {
     mem_free(rpc);
   }
-  if (is_listed) uncount(server, method);
+  if (!is_listed) return;
+  rpc_accept_freed(server, fd);
+  uncount(server, method); /* last: the server may be gone after it */
 }
 
 /* ---- sending ---- */
@@ -389,8 +393,8 @@ static void name_peer(struct rpc *rpc)
   char *peer = grpc_call_get_peer(rpc->call);
   struct sockaddr_storage address = {0};
   socklen_t n = sizeof address;
-  int fd;
-  if (peer && sscanf(peer, "fd:%d", &fd) == 1 && !getpeername(fd, (struct sockaddr *)&address, &n))
+  if (!peer || sscanf(peer, "fd:%d", &rpc->fd) != 1) rpc->fd = -1;
+  if (rpc->fd >= 0 && !getpeername(rpc->fd, (struct sockaddr *)&address, &n))
     api_peer_name((const struct sockaddr *)&address, rpc->peer);
   else snprintf(rpc->peer, sizeof rpc->peer, "%s", peer ? peer : "");
   gpr_free(peer);
@@ -410,6 +414,7 @@ static void begin(struct rpc *rpc)
   rpc->started_us = clock_monotonic_us();
   rpc->started_unix_us = clock_unix_us();
   name_peer(rpc);
+  rpc_accept_begun(server, rpc->fd);
   find_trace_parent(rpc);
   metrics_grpc_begin(server->metrics);
   char given[80];
@@ -440,6 +445,7 @@ static void on_new(struct rpc *rpc, bool ok)
   }
   rpc->owes_arm = !arm_successor(rpc->server, rpc->queue, rpc->method);
   begin(rpc);
+  if (rpc->method && rpc->method->request && !rpc->payload) rpc_accept_taken_back(rpc->server, rpc->fd);
   struct sits_error err = {0};
   enum sits_status status = check_access(rpc, &err);
   if (status) {
@@ -488,6 +494,7 @@ static void on_close(struct rpc *rpc, bool ok)
   struct outcome outcome = {sent_code(rpc), rpc->usage};
   pthread_mutex_unlock(&rpc->mutex);
   note_end(rpc, &outcome);
+  if (rpc->is_cancelled && rpc->ended_us - rpc->started_us < TAKEN_BACK_US) rpc_accept_taken_back(rpc->server, rpc->fd);
   if (left) metrics_add(rpc->server->metrics, METRICS_DISCONNECTS, 1);
   if (call) api_call_cancel(call, SITS_CANCELLED); /* does nothing when it is done */
   rpc_unref(rpc);

@@ -22,6 +22,7 @@
 #define RPC_STREAM_HIGH_MESSAGES 256        /* unsent messages of a stream beyond which its events stay in the engine */
 #define RPC_STREAM_LOW_MESSAGES 64          /* and below which they flow again */
 #define RPC_STREAM_HIGH_BYTES (256 << 10)
+#define RPC_STREAMS_PER_CONNECTION 1024
 
 struct rpc;
 
@@ -75,6 +76,7 @@ struct rpc {
   bool is_listed;                      /* [server.mutex] */
   struct rpc_tag new_tag, close_tag, write_tag, kick_tag, read_tag; /* [init] */
   char peer[API_PEER_BYTES];           /* [init] as the library names it */
+  int fd;                              /* [init] its connection's, where we accepted it; else -1 */
   struct api_trace_parent parent;      /* [init] */
   int64_t started_us, started_unix_us; /* [init] */
   int64_t ended_us;                    /* [queue] */
@@ -134,8 +136,9 @@ struct rpc_server {
   atomic_bool is_accept_stopping;      /* [atomic] listen no more */
   atomic_bool is_stopping;             /* [atomic] the acceptor ends */
   atomic_int n_watchers;               /* [atomic] */
-  struct rpc_connection *connections;  /* [acceptor] [max_connections] */
-  int n_connections;                   /* [acceptor] */
+  pthread_mutex_t connection_mutex;    /* no other lock is taken under it */
+  struct rpc_connection *connections;  /* [connection_mutex] [max_connections] */
+  int n_connections;                   /* [connection_mutex] */
   pthread_t acceptor;
   bool has_acceptor;
 };
@@ -190,5 +193,9 @@ enum sits_status rpc_accept_prepare(struct rpc_server *server, struct sits_error
 enum sits_status rpc_accept_start(struct rpc_server *server, struct sits_error *err) SITS_MUST_CHECK;
 void rpc_accept_wake(struct rpc_server *server);
 void rpc_accept_stop(struct rpc_server *server);
+/* A call came on the connection; it was taken back before its message was whole, or soon after; it is freed. fd: rpc.fd. Any thread. */
+void rpc_accept_begun(struct rpc_server *server, int fd);
+void rpc_accept_taken_back(struct rpc_server *server, int fd);
+void rpc_accept_freed(struct rpc_server *server, int fd);
 
 #endif

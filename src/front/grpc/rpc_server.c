@@ -16,8 +16,8 @@
 #include "front/grpc/rpc_internal.h"
 
 #define ARMED_PER_METHOD 2               /* waiting calls per method and queue */
-#define MAX_STREAMS_PER_CONNECTION 1024
 #define MAX_METADATA_BYTES (16 << 10)
+#define MAX_READ_BYTES (64 << 10)        /* of one read: calls that are opened and taken back in one are begun all at once */
 #define MAX_SEND_BYTES (256 << 20)
 #define PING_INTERVAL_MS 500             /* clients may ping that often while nothing is sent: a first token can take long */
 #define KEEPALIVE_TIME_MS 30000
@@ -64,7 +64,8 @@ static void create_core(struct rpc_server *server)
     int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, (int)api_limits(server->api)->max_body_bytes),
     int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, MAX_SEND_BYTES),
     int_arg(GRPC_ARG_MAX_METADATA_SIZE, MAX_METADATA_BYTES),
-    int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, MAX_STREAMS_PER_CONNECTION),
+    int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, RPC_STREAMS_PER_CONNECTION),
+    int_arg(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, MAX_READ_BYTES),
     int_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, PING_INTERVAL_MS),
     int_arg(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0),
     int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
@@ -151,6 +152,7 @@ enum sits_status rpc_server_start(const struct rpc_options *options, struct api 
   pthread_condattr_init(&monotonic);
   pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
   pthread_mutex_init(&server->mutex, NULL);
+  pthread_mutex_init(&server->connection_mutex, NULL);
   pthread_cond_init(&server->change, &monotonic);
   net_work_init(&server->work);
   pthread_condattr_destroy(&monotonic);
@@ -273,6 +275,7 @@ bool rpc_server_stop(struct rpc_server *server)
   grpc_shutdown();
   pthread_cond_destroy(&server->change);
   pthread_mutex_destroy(&server->mutex);
+  pthread_mutex_destroy(&server->connection_mutex);
   net_work_fini(&server->work);
   mem_free(server);
   return true;
