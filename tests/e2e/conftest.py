@@ -133,6 +133,13 @@ class Server:
             time.sleep(0.05)
 
 
+def free_port():
+    """A port that was free just now, for what must be told it before it listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
 def wait_for(condition, seconds=20):
     """Until condition() holds; fails after that many seconds."""
     end = time.time() + seconds * SLOW

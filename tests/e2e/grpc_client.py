@@ -1,7 +1,6 @@
 """What the gRPC tests share: stubs made from proto/ at test time, a server with both front ends, and requests that say the same on both."""
 import importlib
 import pathlib
-import socket
 import sys
 import tempfile
 
@@ -11,7 +10,7 @@ grpc = pytest.importorskip("grpc")
 protoc = pytest.importorskip("grpc_tools.protoc")
 pytest.importorskip("grpc_health.v1")
 pytest.importorskip("grpc_reflection.v1alpha")
-from conftest import ROOT, start  # noqa: E402
+from conftest import ROOT, free_port, start  # noqa: E402
 
 _folder = tempfile.TemporaryDirectory(prefix="sits-stubs")
 assert protoc.main(["protoc", f"-I{ROOT / 'proto'}", f"--python_out={_folder.name}", f"--grpc_python_out={_folder.name}",
@@ -21,12 +20,6 @@ pb = importlib.import_module("sits2026.v1.inference_pb2")
 stubs = importlib.import_module("sits2026.v1.inference_pb2_grpc")
 
 HTTP_OF = {"Generate": "/v1/completions", "Chat": "/v1/chat/completions", "Tokenize": "/tokenize", "Detokenize": "/detokenize"}
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def start_both(tmp_path_factory, model, *options, **more):

@@ -10,9 +10,9 @@ import subprocess
 import time
 
 import pytest
-from conftest import BIN, ROOT, SLOW, SMOL, TINY, make_certificate, wait_for
+from conftest import BIN, ROOT, SLOW, SMOL, TINY, free_port, make_certificate, wait_for
 from google.protobuf import descriptor_pb2
-from grpc_client import begin, channel, free_port, grpc, joined_stream, pb, start_both, stubs
+from grpc_client import begin, channel, grpc, joined_stream, pb, start_both, stubs
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 

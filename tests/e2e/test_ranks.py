@@ -2,13 +2,12 @@
 import concurrent.futures
 import os
 import signal
-import socket
 import subprocess
 import time
 
 import pytest
 
-from conftest import BIN, SLOW, TINY
+from conftest import BIN, SLOW, TINY, free_port
 
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
@@ -77,12 +76,6 @@ def follow():
             process.send_signal(signal.SIGCONT)
             process.kill()
         process.communicate()
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def leader(launch, port, *options, count=2, **more):

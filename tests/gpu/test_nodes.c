@@ -2,15 +2,12 @@
  * a near tie; and a process that is killed while steps run, which must end them within 10 s. Skipped where there are not two devices.
  * stories260K, against one device, comes from SITS_SHARED_DATA or ../shared/data; a synthetic model, whose ranks draw weights of their own,
  * is compared with two ranks of one process. */
-#include <arpa/inet.h>
 #include <cuda_runtime_api.h>
 #include <math.h>
-#include <netinet/in.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,20 +15,11 @@
 #include "base/clock.h"
 #include "base/mem.h"
 #include "engine/runner.h"
+#include "free_port.h"
 #include "gpu_test.h"
 
 enum { N_PROMPT = 20, N_NEW = 60, PAGES = 2 };
 static const char secret[] = "a secret of the tests";
-
-static int32_t free_port(void)
-{
-  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-  socklen_t n = sizeof a;
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  if (fd < 0 || bind(fd, (struct sockaddr *)&a, sizeof a) || getsockname(fd, (struct sockaddr *)&a, &n)) exit(1);
-  close(fd);
-  return ntohs(a.sin_port);
-}
 
 static struct nodes_options nodes_of(int32_t rank, int32_t port)
 {

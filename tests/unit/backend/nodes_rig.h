@@ -11,21 +11,12 @@
 #include <sys/wait.h>
 
 #include "backend/nodes_step.h"
+#include "free_port.h"
 
 #define SECRET "a secret of the tests"
 
 static const struct synth_shape shape = {"nodes", 2, 64, 8, 4, 16, 96, 52, 0, 0, true, false, false, true};
 enum { MAX_TOKENS = 96, N_PAGES = 4 };
-
-static int32_t free_port(void)
-{
-  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-  socklen_t n = sizeof a;
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  assert_true(fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && getsockname(fd, (struct sockaddr *)&a, &n) == 0);
-  close(fd);
-  return ntohs(a.sin_port);
-}
 
 static struct nodes_options options_of(int32_t rank, int32_t n_ranks, int32_t port)
 {
