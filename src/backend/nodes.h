@@ -11,7 +11,9 @@
  * is made once, with a proof from both sides that they know the secret; what follows is neither encrypted nor authenticated: the network
  * between the processes must be the operator's own. 3. A process that dies, or whose machine falls silent, is noticed within 10 s at any
  * time, idle or in a step: the group is aborted, the leader answers SITS_DEVICE from then on, the followers return. Nothing reconnects:
- * whoever launched the processes starts them all again. 4. Every message has a size that its kind and the options bound.
+ * whoever launched the processes starts them all again.
+ * Before that a follower calls until the leader listens, for connect_timeout_us; one that is turned away returns at once; and one that ends
+ * while the leader waits for others may be started again and come back. 4. Every message has a size that its kind and the options bound.
  */
 #ifndef SITS_BACKEND_NODES_H
 #define SITS_BACKEND_NODES_H

@@ -310,6 +310,23 @@ static int32_t look(struct nodes *nodes, const struct nodes_options *o, struct q
   return n_new;
 }
 
+/* A follower that ends while others are awaited frees its place: started again, it is let in. The number of those that have left. */
+static int32_t forget_left(struct nodes *nodes)
+{
+  int32_t n_left = 0;
+  for (int32_t r = 1; r < nodes->n_ranks; r++) {
+    char byte;
+    if (nodes->fd[r] < 0) continue;
+    const ssize_t n = recv(nodes->fd[r], &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (n > 0 || (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))) continue;
+    log_warn("nodes", "rank %d has left before all were here", (int)r);
+    (void)close(nodes->fd[r]);
+    nodes->fd[r] = -1;
+    n_left++;
+  }
+  return n_left;
+}
+
 static enum sits_status lead(struct nodes *nodes, const struct nodes_options *o, struct sits_error *err)
 {
   const int64_t deadline_us = clock_monotonic_us() + o->connect_timeout_us;
@@ -319,7 +336,10 @@ static enum sits_status lead(struct nodes *nodes, const struct nodes_options *o,
   log_info("nodes", "waiting for %d processes on port %d", (int)o->n_ranks - 1, (int)o->port);
   struct queue queue = {.n = 0};
   int32_t n_here = 1;
-  while (n_here < o->n_ranks && clock_monotonic_us() < deadline_us) n_here += look(nodes, o, &queue, listener);
+  while (n_here < o->n_ranks && clock_monotonic_us() < deadline_us) {
+    n_here -= forget_left(nodes);
+    n_here += look(nodes, o, &queue, listener);
+  }
   while (queue.n > 0) drop(&queue, queue.n - 1, n_here == o->n_ranks ? "all are here" : "it took too long");
   (void)close(listener);
   if (n_here == o->n_ranks) return SITS_OK;

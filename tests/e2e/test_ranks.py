@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from conftest import BIN, SLOW, TINY, free_port
+from conftest import BIN, SLOW, TINY, free_port, wait_for
 
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
@@ -166,6 +166,20 @@ def test_a_process_that_stands_still_ends_requests(launch, follow):
     server.stop()
     follower.send_signal(signal.SIGCONT)
     assert follower.wait(30 * SLOW) == 1
+
+
+def test_a_follower_that_ends_too_soon_may_come_back(launch, follow):
+    """While the leader waits for others, its place is free again."""
+    port = free_port()
+    server = leader(launch, port, count=4, wait=False)
+    first = follow(port, rank=1, count=4)
+    wait_for(lambda: "rank 1 of 4 is here" in server.text(), 60)
+    first.kill()
+    wait_for(lambda: "rank 1 has left before all were here" in server.text(), 60)
+    for rank in (1, 2, 3):
+        follow(port, rank=rank, count=4)
+    server.wait_ready()
+    assert server.complete(max_tokens=3, ignore_eos=True)[0] == 200
 
 
 def test_a_killed_leader_ends_its_followers(launch, follow):
