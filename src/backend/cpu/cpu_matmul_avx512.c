@@ -24,8 +24,9 @@
 #define MOST_DIRECT (low == 8 ? 24 : 48) /* largest batch without a panel; row sums cost bytes more than nibbles */
 
 #define PREFETCH_BYTES 2048
-#define PREFETCH_FROM 6             /* tokens; with fewer, loads run far enough ahead by themselves, but on Intel (w->prefetches) */
-#define PREFETCH_FAR 8192           /* into L2, on Intel: what may be in flight to L1 alone does not fill the memory's latency */
+#define PREFETCH_FROM 6             /* tokens; with fewer, loads run far enough ahead by themselves, but on Intel (w->prefetches): */
+#define PREFETCH_FAR 8192           /* there into L2, for what may be in flight to L1 alone does not fill the memory's latency, */
+#define PREFETCH_NEAR 4096          /* and from there into L1 */
 
 struct group {
   __m512i w[CPU_VECTORS];
@@ -179,6 +180,7 @@ INLINE void direct(CPU_FORMAT_PARAMS, int n, int nt, const struct cpu_weight *w,
 {
   const int64_t groups = w->k / CPU_GROUP;
   const size_t act_tile = nt > 4 ? cpu_act_tile_bytes_q8(w->k, n) : 0, far = w->prefetches ? PREFETCH_FAR : 0;
+  const size_t near = w->prefetches ? PREFETCH_NEAR : PREFETCH_BYTES;
   const uint8_t *chunk = tile, *second = act + groups * CPU_RECORD_BYTES * n;
   const bool prefetches = nt >= PREFETCH_FROM || w->prefetches;
   struct records at = {{act, act + act_tile}, {second, second + act_tile}};
@@ -186,10 +188,10 @@ INLINE void direct(CPU_FORMAT_PARAMS, int n, int nt, const struct cpu_weight *w,
   for (int t = 0; t < nt; t++) sum[t] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; g += CPU_CHUNK_GROUPS, chunk += CPU_CHUNK_BYTES) {
     const char *line = (const char *)chunk;
-    for (int i = 0; prefetches && i < CPU_HEADER_BYTES; i += 64, line += 64) prefetch(line, far, PREFETCH_BYTES);
+    for (int i = 0; prefetches && i < CPU_HEADER_BYTES; i += 64, line += 64) prefetch(line, far, near);
     for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++) {
       struct group q;
-      for (int i = 0; prefetches && i < low + high; i++, line += 64) prefetch(line, far, PREFETCH_BYTES);
+      for (int i = 0; prefetches && i < low + high; i++, line += 64) prefetch(line, far, near);
       unpack(CPU_FORMAT_ARGS, chunk, j, &q);
       __asm__("" : "+r"(at.rec[0]), "+r"(at.rec[1])); /* opaque: see panel_tile */
       add_group(halves, mins, &q, &at, n, nt, sum);
