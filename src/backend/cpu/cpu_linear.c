@@ -147,10 +147,18 @@ static struct linear linear_of(struct backend_program *p, const struct cpu_step 
   return (struct linear){.p = p, .step = step, .ops = p->backend->ops, .worker = &p->workers[worker], .n = cpu_step_tokens(p, step)};
 }
 
+/* A few tokens are shared out two by two, so that no worker waits while another does all of them. */
+static int32_t tokens_of_item(int32_t n) { return n <= 4 * CPU_TOKENS_PER_ITEM ? 2 : CPU_TOKENS_PER_ITEM; }
+
+int32_t cpu_linear_prepare_items(int32_t n)
+{
+  return n <= CPU_PRIVATE_TOKENS ? 0 : (n + tokens_of_item(n) - 1) / tokens_of_item(n);
+}
+
 void cpu_linear_prepare(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker)
 {
   const struct linear l = linear_of(p, step, worker);
-  const int32_t t0 = item * CPU_TOKENS_PER_ITEM, t1 = t0 + CPU_TOKENS_PER_ITEM;
+  const int32_t t0 = item * tokens_of_item(l.n), t1 = t0 + tokens_of_item(l.n);
   prepare(&l, t0, t1 < l.n ? t1 : l.n, p->normed, p->act);
 }
 

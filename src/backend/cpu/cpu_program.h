@@ -182,7 +182,8 @@ void cpu_run_worker(void *arg, int32_t worker);
 int32_t cpu_phase_items(const struct backend_program *p, const struct cpu_phase *phase);
 void cpu_phase_item(struct backend_program *p, const struct cpu_phase *phase, int32_t item, int32_t worker, uint32_t tag);
 
-/* LINEAR. prepare: normalise and quantise CPU_TOKENS_PER_ITEM tokens for all; item: one range of rows. */
+/* LINEAR. prepare: normalise and quantise some of n tokens for all, in so many items; item: one range of rows. */
+int32_t cpu_linear_prepare_items(int32_t n);
 void cpu_linear_prepare(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker);
 void cpu_linear_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker, uint32_t tag);
 /* ALL_REDUCE, ALL_GATHER: one item each; meets the other ranks twice. */
