@@ -4,9 +4,10 @@ Usage: cpu_vs_llama_cpp.py MODEL.gguf [--ours FILE.bin] [--threads 2] [--rounds 
 --ours: an engine file that sits2026-compile made of that model, which our side runs instead; without it both run the GGUF file.
 Measures prefill of 512 tokens, decode at batch 1, and 8 parallel decodes (total tokens/s). Each round runs ours, then theirs; the figures
 and the ratio are medians over rounds, the ratio taken pair by pair so that a machine whose speed drifts does not bend it. Needs
-llama-cpp-python (built with native flags; without AMX where its AMX kernels crash) and build/release/bin. The read bandwidth of the machine
-and the peak of its int8 dot products are measured in every round too (bench_cpu_matmul): decode of one sequence is given as a share of the
-first (bytes of a token: the file's), prefill as one of the second (two operations for each weight of the layers and token).
+llama-cpp-python (built with native flags; without AMX where its AMX kernels crash) and build/release/bin. An interrupt ends it with the
+rounds that are complete. The read bandwidth of the machine and the peak of its int8 dot products are measured in every round too
+(bench_cpu_matmul): decode of one sequence is given as a share of the first (bytes of a token: the file's), prefill as one of the second
+(two operations for each weight of the layers and token).
 """
 import argparse
 import ctypes
@@ -115,10 +116,16 @@ def main():
     parser.add_argument("--json")
     given = parser.parse_args()
     theirs, rounds = Theirs(given.model, given.threads), []
-    for i in range(given.rounds):
-        rounds.append({"sits2026": ours(given.ours or given.model, given.threads), "llama_cpp": theirs.run()})
-        rounds[-1]["read_bytes_per_s"], rounds[-1]["int8_ops_per_s"] = machine(given.threads)
-        print(f"round {i + 1}: {json.dumps(rounds[-1])}", file=sys.stderr)
+    while len(rounds) < given.rounds:
+        try:
+            figures = {"sits2026": ours(given.ours or given.model, given.threads), "llama_cpp": theirs.run()}
+            figures["read_bytes_per_s"], figures["int8_ops_per_s"] = machine(given.threads)
+        except KeyboardInterrupt:
+            if not rounds:
+                raise
+            break
+        rounds.append(figures)
+        print(f"round {len(rounds)}: {json.dumps(figures)}", file=sys.stderr)
     table = {}
     for key in ("prefill", "decode_1", f"decode_{PARALLEL}"):
         a, b = (statistics.median(r[side][key] for r in rounds) for side in ("sits2026", "llama_cpp"))
