@@ -58,8 +58,8 @@ static enum sits_status compile(struct runner *runner, const struct runner_optio
       .n_ranks = options->backend.n_ranks};
   runner->page_bytes = runner->vtable->kv_page_bytes(&runner->geometry);
   if (runner->page_bytes == 0)
-    return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "the %s backend does not store this model's cache as %s",
-                           runner->vtable->name, kv_codec_name(runner->codec));
+    return sits_fail_param(err, SITS_UNSUPPORTED, "kv-cache-dtype", "the %s backend does not store this model's cache as %s%s",
+                           runner->vtable->name, kv_codec_name(runner->codec), n_ranks > 1 ? " over several ranks" : "");
   return runner->vtable->compile(runner->backend, runner->program, &runner->compiled, err);
 }
 

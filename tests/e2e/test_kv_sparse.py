@@ -23,9 +23,11 @@ def test_a_long_prompt_keeps_to_its_budget(tmp_path):
 
 
 @pytest.mark.skipif(not TINY.exists(), reason="no tiny model")
-@pytest.mark.parametrize("options,text", [(["--kv-page-budget", "16"], "fp4-sparse"),
-                                          (["--kv-cache-dtype", "fp4-sparse", "--kv-page-budget", "5"], "below 8 pages")])
-def test_refusals(options, text):
+@pytest.mark.parametrize("options,texts", [
+    (["--kv-page-budget", "16"], ["kv-page-budget", "fp4-sparse"]),
+    (["--kv-cache-dtype", "fp4-sparse", "--kv-page-budget", "5"], ["kv-page-budget", "below 8 pages"]),
+    (["--kv-cache-dtype", "fp4-sparse", "--tensor-parallel-size", "2"], ["as fp4-sparse over several ranks"])])
+def test_refusals(options, texts):
     run = subprocess.run([BIN / "sits2026d", "--model", TINY, "--device", "cpu", "--port", "0", *options], capture_output=True, text=True,
                          timeout=120)
-    assert run.returncode != 0 and "kv-page-budget" in run.stderr and text in run.stderr, run.stderr[-500:]
+    assert run.returncode != 0 and all(text in run.stderr for text in texts), run.stderr[-500:]
