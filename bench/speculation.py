@@ -131,7 +131,7 @@ def busy(o, streams):
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         subprocess.run([str(o.bin / "sits2026-bench"), "engine", "--model", o.model, "--device", "cpu", "--scenario", "speculation",
                         "--text", o.text, "--streams", str(streams), "--draft", str(o.speculative_tokens), "--pairs", str(o.pairs),
-                        "--texts", "18", "--output", "64", "--json", out.name], check=True)
+                        "--texts", "36", "--output", "64", "--json", out.name], check=True)
         return json.load(open(out.name))["results"][0]
 
 

@@ -15,7 +15,7 @@
 #include "tools/bench/bench.h"
 #include "tools/bench/engine_bench.h"
 
-enum { PASSAGE = 300, PASSAGE_AGAIN = 24, BUSY_PROMPT = 64, MOST_STREAMS = 64, MOST_PAIRS = 1000, MOST_TEXT = 200000 };
+enum { PASSAGE = 300, PASSAGE_AGAIN = 24, BUSY_PROMPT = 64, MOST_STREAMS = 64, MOST_PAIRS = 1000, MOST_TEXT = 200000, BUSY_ROUNDS = 4 };
 enum { WITHOUT, WITH, SIDES };
 
 struct stream { struct sits_request *request; int64_t n; bool is_done; };
@@ -215,9 +215,9 @@ bool engine_bench_speculation(const struct engine_bench_options *o, json_t *rows
 {
   struct lab lab = {.options = o};
   const bool is_busy = o->streams > 1;
-  if (is_busy && o->texts <= o->streams) {
-    fprintf(stderr, "sits2026-bench engine: --texts %lld leaves nothing to replace one of --streams %lld\n", (long long)o->texts,
-            (long long)o->streams);
+  if (is_busy && o->texts < BUSY_ROUNDS * o->streams) {
+    fprintf(stderr, "sits2026-bench engine: --texts %lld is too few for --streams %lld, each of which is to be replaced: %lld at least\n",
+            (long long)o->texts, (long long)o->streams, (long long)(BUSY_ROUNDS * o->streams));
     return false;
   }
   bool is_good = open_lab(&lab, o->output + 1 + (is_busy ? BUSY_PROMPT : PASSAGE + PASSAGE_AGAIN)) &&
