@@ -34,7 +34,7 @@ def test_engine_speculation(tmp_path):
         subprocess.run([str(BIN / "sits2026-bench"), "engine", "--model", str(TINY), "--device", "cpu", "--threads", "1", "--scenario",
                         "speculation", "--text", TEXT, "--json", out, *args], check=True, capture_output=True, timeout=60 * SLOW)
         return json.loads(out.read_text())["results"][0]
-    one = run("--texts", "2", "--output", "64")
+    one = run("--texts", "30", "--output", "64")
     assert one["answers_equal"] and 0 < one["accepted"] <= one["drafted"], one
     many = run("--texts", "100", "--output", "24", "--streams", "8", "--pairs", "3")
     assert len(many["ratios"]) == 3 and many["ratio_median_95"][0] <= many["ratio_median"] <= many["ratio_median_95"][1], many
