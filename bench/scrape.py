@@ -1,4 +1,4 @@
-"""Time of a scrape of /metrics while many streams run: sits2026d on a model, a client that holds the streams, one scrape after the other.
+"""Time of a scrape of /metrics while many streams run: sits2026d on a model, a process that holds the streams, one scrape after the other.
 
 The clock runs from before the connect to the last byte, so it holds what a Prometheus server would wait for; the same is measured idle.
 usage: scrape.py MODEL --json OUT [--bin DIR] [--streams 1000] [--scrapes 100] [--threads 1]
@@ -7,6 +7,7 @@ import argparse
 import datetime
 import http.client
 import json
+import multiprocessing
 import os
 import pathlib
 import platform
@@ -17,46 +18,29 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-class Streams:
-    """n streams whose bytes are read and dropped by one thread."""
-
-    def __init__(self, port, n, n_tokens):
-        self.selector = selectors.DefaultSelector()
-        self.n_open, self.n_bytes, self.is_stopping = 0, 0, False
-        body = json.dumps({"prompt": "Once", "max_tokens": n_tokens, "ignore_eos": True, "stream": True}).encode()
-        request = (b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nConnection: close\r\n"
-                   b"Content-Length: %d\r\n\r\n" % len(body)) + body
-        for _ in range(n):
-            sock = socket.create_connection(("127.0.0.1", port))
-            sock.sendall(request)
-            sock.setblocking(False)
-            self.selector.register(sock, selectors.EVENT_READ)
-            self.n_open += 1
-        self.thread = threading.Thread(target=self.read)
-        self.thread.start()
-
-    def read(self):
-        while not self.is_stopping and self.n_open:
-            for key, _ in self.selector.select(0.2):
-                data = key.fileobj.recv(65536)
-                self.n_bytes += len(data)
-                if not data:
-                    self.selector.unregister(key.fileobj)
-                    key.fileobj.close()
-                    self.n_open -= 1
-            time.sleep(0.02)  # in batches, so that the client leaves the processor to the server
-
-    def stop(self):
-        self.is_stopping = True
-        self.thread.join()
-        for key in list(self.selector.get_map().values()):
-            key.fileobj.close()
+def hold_streams(port, n, n_tokens):
+    """Opens n streams; reads and drops their bytes. A process of its own, behind all others: threads of one would wait for each other."""
+    os.nice(19)
+    selector = selectors.DefaultSelector()
+    body = json.dumps({"prompt": "Once", "max_tokens": n_tokens, "ignore_eos": True, "stream": True}).encode()
+    request = (b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nConnection: close\r\n"
+               b"Content-Length: %d\r\n\r\n" % len(body)) + body
+    for _ in range(n):
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.sendall(request)
+        sock.setblocking(False)
+        selector.register(sock, selectors.EVENT_READ)
+    while selector.get_map():
+        for key, _ in selector.select(0.2):
+            if not key.fileobj.recv(65536):
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+        time.sleep(0.02)  # in batches, so that the client leaves the processor to the server
 
 
 def scrape(port):
@@ -103,20 +87,23 @@ def main():
                    "--max-queued-requests", str(2 * options.streams), "--kv-cache-memory", "4G",
                    "--itl-target-ms", "60000"]  # else prompts wait for streams that are this many, and they never run together
         daemon = subprocess.Popen(command, stdout=log, stderr=log)
+        port, streams = None, None
         try:
-            port = None
             while not port or b" ready model=" not in pathlib.Path(log.name).read_bytes():
                 found = re.search(rb"listening on http://[^:]+:(\d+)", pathlib.Path(log.name).read_bytes())
                 port = int(found.group(1)) if found else None
                 assert daemon.poll() is None, pathlib.Path(log.name).read_text()
                 time.sleep(0.05)
             idle = measure(port, options.scrapes)
-            streams = Streams(port, options.streams, 120)
+            streams = multiprocessing.Process(target=hold_streams, args=(port, options.streams, 120))
+            streams.start()
             while scrape(port)[2] < options.streams:
                 time.sleep(0.2)
             busy = measure(port, options.scrapes, options.streams)
-            streams.stop()
         finally:
+            if streams:
+                streams.terminate()
+                streams.join()
             daemon.terminate()
             daemon.wait()
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
