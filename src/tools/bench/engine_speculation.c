@@ -174,7 +174,12 @@ static double busy_rate(struct lab *lab, int side, int64_t run)
   for (int32_t i = 0; i < n_streams; i++) {
     if (streams[i].request) stop(&streams[i]);
   }
-  return is_good && from_us > 0 ? (double)(n_tokens - n_from) * 1e6 / fmax(1, (double)(last_us - from_us)) : -1;
+  if (!is_good) return -1;
+  if (from_us == 0 || n_tokens == n_from) {
+    fprintf(stderr, "sits2026-bench engine: --texts %lld were all sent before a speed could be measured\n", (long long)o->texts);
+    return -1;
+  }
+  return (double)(n_tokens - n_from) * 1e6 / fmax(1, (double)(last_us - from_us));
 }
 
 static bool measure_pairs(struct lab *lab, json_t *rows)
@@ -187,7 +192,7 @@ static bool measure_pairs(struct lab *lab, json_t *rows)
     for (int turn = 0; turn < SIDES; turn++) {
       const int side = (turn + i) % SIDES;
       rates[side][i] = busy_rate(lab, side, i);
-      if (!(rates[side][i] > 0)) {
+      if (rates[side][i] < 0) {
         json_decref(all);
         return false;
       }
