@@ -221,13 +221,13 @@ static void test_values(struct world *w, bool is_key)
         for (int32_t e = 0; e < d; e++) {
           float q[256] = {0}, scores[K_PAGE_TOKENS];
           q[e] = 1.f;
-          w->cpu->codec->attend_k(w->cpu, block, q, d, 1, K_PAGE_TOKENS, scores, K_PAGE_TOKENS, block_values);
+          w->cpu->codec->attend_k(w->cpu, block, q, d, 1, K_PAGE_TOKENS, scores, K_PAGE_TOKENS, block_values, NULL);
           v[e] = scores[t % K_PAGE_TOKENS];
         }
       } else {
         memset(acc, 0, (size_t)dv * 4);
         one[t % K_PAGE_TOKENS] = 1.f;
-        w->cpu->codec->attend_v(w->cpu, block, one, K_PAGE_TOKENS, 1, K_PAGE_TOKENS, acc, block_values);
+        w->cpu->codec->attend_v(w->cpu, block, one, K_PAGE_TOKENS, 1, K_PAGE_TOKENS, acc, block_values, NULL);
         one[t % K_PAGE_TOKENS] = 0.f;
         memcpy(v, acc, (size_t)d * 4);
       }

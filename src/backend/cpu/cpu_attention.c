@@ -107,17 +107,18 @@ static const unsigned char *block_of(const struct item *it, int32_t entry)
 }
 
 /* Scores of the n tokens of the page that begins at `position`; the rows' own group, where the codec has such, comes from its tile. */
-static void score_page(const struct item *it, const unsigned char *block, int32_t position, int32_t n, float *scores)
+static void score_page(const struct item *it, const unsigned char *block, int32_t position, int32_t n, float *scores,
+                       const unsigned char *next)
 {
   const struct backend_kv *kv = it->kv;
   const int32_t D = it->p->program->dims.head_dim, group = kv->codec->open_tokens;
   const int32_t own = group > 0 ? it->first_position / group * group - position : n; /* tokens of the page before the own group */
   const int32_t n_folded = own < 0 ? 0 : least(own, n);
   if (n_folded > 0)
-    kv->codec->attend_k(kv, block, it->w->q, D, it->rows, n_folded, scores, CPU_CHUNK_TOKENS, it->w->expanded);
+    kv->codec->attend_k(kv, block, it->w->q, D, it->rows, n_folded, scores, CPU_CHUNK_TOKENS, it->w->expanded, next);
   if (n_folded < n)
     kv->ops->qk_f16(it->w->q, D, it->rows, cpu_kv_open_tile(kv, it->tile, it->layer, it->head), group, D, n - n_folded,
-                    scores + n_folded, CPU_CHUNK_TOKENS);
+                    scores + n_folded, CPU_CHUNK_TOKENS, NULL);
 }
 
 static struct chunk chunk_of(const struct item *it, int32_t index)
@@ -166,18 +167,23 @@ static void keep_page_sums(const struct item *it, const struct chunk *c)
   }
 }
 
-/* One chunk for all rows of the item: leaves acc, max, sum in the worker; sum 0 marks a row that sees nothing of the chunk. */
-static void attend_chunk(const struct item *it, int32_t index)
+/* One chunk for all rows of the item: leaves acc, max, sum in the worker; sum 0 marks a row that sees nothing of the chunk. after: the
+ * block whose keys are read next, or NULL. */
+static void attend_chunk(const struct item *it, int32_t index, const unsigned char *after)
 {
   struct cpu_worker *w = it->w;
   const struct backend_kv *kv = it->kv;
   const int32_t P = KV_PAGE_TOKENS;
   const struct chunk c = chunk_of(it, index);
   const int32_t n_round = (c.n_lanes + CPU_V_ALIGN - 1) / CPU_V_ALIGN * CPU_V_ALIGN;
+  const bool fetches = kv->values_at > 0;
 
   memset(w->acc, 0, (size_t)it->rows * (size_t)kv->dv * sizeof *w->acc);
   for (int32_t r = 0; r < it->rows; r++) w->sum[r] = 0;
-  for (int32_t i = 0; i < c.n_pages; i++) score_page(it, c.block[i], c.at[i] * P, least(P, c.n_lanes - i * P), w->scores + i * P);
+  for (int32_t i = 0; i < c.n_pages; i++) {
+    const unsigned char *next = !fetches ? NULL : i + 1 < c.n_pages ? c.block[i + 1] : c.block[0] + kv->values_at;
+    score_page(it, c.block[i], c.at[i] * P, least(P, c.n_lanes - i * P), w->scores + i * P, next);
+  }
   for (int32_t r = 0; r < it->rows; r++) {
     const int32_t position = it->first_position + r / it->group;
     const int32_t lo = it->window == INT32_MAX ? 0 : lane_at(&c, most(0, position - it->window + 1));
@@ -186,8 +192,11 @@ static void attend_chunk(const struct item *it, int32_t index)
     if (lo < hi) w->sum[r] = kv->ops->softmax(scores, n_round, lo, hi, &w->max[r]);
     else memset(scores, 0, (size_t)n_round * sizeof *scores);
   }
-  for (int32_t i = 0; i < c.n_pages; i++)
-    kv->codec->attend_v(kv, c.block[i], w->scores + i * P, CPU_CHUNK_TOKENS, it->rows, least(P, c.n_lanes - i * P), w->acc, w->expanded);
+  for (int32_t i = 0; i < c.n_pages; i++) {
+    const unsigned char *next = !fetches ? NULL : i + 1 < c.n_pages ? c.block[i + 1] + kv->values_at : after;
+    kv->codec->attend_v(kv, c.block[i], w->scores + i * P, CPU_CHUNK_TOKENS, it->rows, least(P, c.n_lanes - i * P), w->acc, w->expanded,
+                        next);
+  }
   if (is_measured(it)) keep_page_sums(it, &c);
 }
 
@@ -270,7 +279,7 @@ static void whole_item(struct backend_program *p, const struct cpu_step *step, i
   pack_queries(&it, step, block);
   merge_begin(&it);
   for (int32_t chunk = first_chunk(&it); chunk < end_chunk(&it); chunk++) {
-    attend_chunk(&it, chunk);
+    attend_chunk(&it, chunk, chunk + 1 < end_chunk(&it) ? block_of(&it, (chunk + 1) * CPU_CHUNK_PAGES) : NULL);
     for (int32_t r = 0; r < it.rows; r++) merge(&it, r, it.w->acc + (int64_t)r * it.kv->dv, it.w->max[r], it.w->sum[r]);
   }
   give(&it, first_chunk(&it), end_chunk(&it));
@@ -293,7 +302,7 @@ static void chunk_item(struct backend_program *p, const struct cpu_step *step, i
   const int32_t first_row = block->t0 * it.group * G + it.head * it.rows;
   if (chunk < c0 || chunk >= c1) return;
   pack_queries(&it, step, block);
-  attend_chunk(&it, chunk);
+  attend_chunk(&it, chunk, NULL);
   for (int32_t r = 0; r < it.rows; r++) {
     float *partial = partial_of(p, first_row, r, chunk, dv);
     memcpy(partial, it.w->acc + (int64_t)r * dv, (size_t)dv * sizeof *partial);

@@ -394,6 +394,7 @@ static enum sits_status make_arena(struct backend_program *p, struct sits_error 
   p->block_tokens = (p->is_lane ? CPU_LANE_ROWS : CPU_ATTENTION_ROWS) / group;
   if (p->block_tokens < 1) p->block_tokens = 1;
   p->split_rows = 4 * p->backend->n_threads * (group > 4 ? group : 4);
+  if (p->split_rows < CPU_SPLIT_TOKENS * dims->n_heads) p->split_rows = CPU_SPLIT_TOKENS * dims->n_heads;
   p->max_chunks = dims->max_context / CPU_CHUNK_TOKENS + 1;
   p->strip_floats = strip_floats(p, p->max_tokens > p->max_rows ? p->max_tokens : p->max_rows);
   p->buffers = mem_calloc((size_t)p->program->n_buffers, sizeof *p->buffers);

@@ -4,7 +4,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 static const char *const isa_names[CPU_ISA_COUNT] = {"scalar", "avx2", "avx512"};
 
@@ -40,6 +43,13 @@ bool cpu_isa_prefetches(void)
 #else
   return false;
 #endif
+}
+
+void cpu_advise_huge(void *memory, size_t n_bytes)
+{
+  const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = ((uintptr_t)memory + page - 1) / page * page;
+  const uintptr_t end = ((uintptr_t)memory + n_bytes) / page * page;
+  if (end > from && end - from >= CPU_HUGE_PAGE) (void)madvise((void *)from, end - from, MADV_HUGEPAGE);
 }
 
 const char *cpu_isa_name(enum cpu_isa isa) { return isa_names[isa]; }

@@ -4,6 +4,7 @@
 #define SITS_BACKEND_CPU_CPU_ISA_H
 
 #include <stdbool.h>
+#include <stddef.h>
 
 #include "sits2026/status.h"
 
@@ -21,6 +22,11 @@ enum cpu_isa cpu_isa_best(void);
  * per core fall short of the memory (bench/NOTES.md: a third of the decode rate), false elsewhere, where the instructions only take the
  * place of loads. Thread-safe. */
 bool cpu_isa_prefetches(void);
+
+#define CPU_HUGE_PAGE ((size_t)2 << 20)
+/* Ask for huge pages in what of the memory is whole pages, if that is a huge one at least. Advice only: without them kernels are slower,
+ * not wrong. To be called before the memory is first written. Thread-safe. */
+void cpu_advise_huge(void *memory, size_t n_bytes);
 
 const char *cpu_isa_name(enum cpu_isa isa); /* "scalar", "avx2", "avx512" */
 

@@ -47,10 +47,12 @@ enum sits_status cpu_kv_create(const struct kv_geometry *geometry, const struct 
   kv->dv = cpu_kv_padded(geometry->head_dim);
   kv->block_bytes = codec->block_bytes(geometry->head_dim);
   kv->layer_bytes = kv->block_bytes * (size_t)geometry->n_kv_heads;
+  kv->values_at = codec->values_at && cpu_isa_prefetches() ? codec->values_at(geometry->head_dim) : 0;
   kv->page_bytes = kv->layer_bytes * (size_t)geometry->n_layers;
   size_t n_bytes;
   /* Zeroed, and from the kernel: pages cost no memory before their first use. */
   if (!__builtin_mul_overflow(kv->page_bytes, (size_t)geometry->n_pages, &n_bytes)) kv->pages = mem_calloc(1, n_bytes + 64);
+  if (kv->pages != NULL) cpu_advise_huge(kv->pages, n_bytes);
   cpu_kv_code_init();
   if (kv->pages == NULL || (codec->open_tokens > 0 && cpu_kv_open_create(kv, max_tokens, max_seqs, &kv->open) != SITS_OK)) {
     (void)sits_fail(err, SITS_NOMEM, "kv: no memory for %d pages of %zu bytes", (int)geometry->n_pages, kv->page_bytes);

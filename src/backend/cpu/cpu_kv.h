@@ -45,15 +45,17 @@ struct cpu_kv_codec {
   bool is_sparse;                    /* block tables may name KV_NO_PAGE, and a batch may have blocks */
   int32_t open_tokens;               /* group of tokens whose keys are quantised together (cpu_kv_open.h); 0 = each on its own */
   size_t (*block_bytes)(int32_t head_dim);
+  size_t (*values_at)(int32_t head_dim); /* where V begins in a block; NULL: what is read next is not fetched ahead */
   /* Store one token's key, or value, of one head. k, v: [D] f32, rotated by the caller. open: the group's tile, NULL without groups. */
   void (*append_k)(const struct backend_kv *kv, void *block, int32_t slot, const float *k, uint16_t *open);
   void (*append_v)(const struct backend_kv *kv, void *block, int32_t slot, const float *v);
-  /* scores[r][j] = q[r] . k_j for the first n tokens of the block (lanes up to the next multiple of CPU_V_ALIGN are written too). */
+  /* scores[r][j] = q[r] . k_j for the first n tokens of the block (lanes up to the next multiple of CPU_V_ALIGN are written too).
+   * next, here and below: the keys or values that are read after these, or NULL; they may be fetched meanwhile. */
   void (*attend_k)(const struct backend_kv *kv, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n, float *scores,
-                   int32_t lds, float *scratch);
+                   int32_t lds, float *scratch, const void *next);
   /* acc[r][0..Dv) += sum over j < n of p[r][j] * v_j, j ascending. */
   void (*attend_v)(const struct backend_kv *kv, const void *block, const float *p, int32_t ldp, int32_t rows, int32_t n, float *acc,
-                   float *scratch);
+                   float *scratch, const void *next);
   /* With groups only: quantise the first n tokens of a tile into the block; and the reverse. */
   void (*fold)(const struct backend_kv *kv, void *block, int32_t group, const uint16_t *open, int32_t n);
   void (*unfold)(const struct backend_kv *kv, const void *block, int32_t group, uint16_t *open);
@@ -69,6 +71,7 @@ struct backend_kv {
   const struct cpu_ops *ops;
   int32_t dv;                        /* cpu_kv_padded(D) */
   size_t block_bytes, layer_bytes, page_bytes;
+  size_t values_at;                  /* of the codec, where this processor needs fetching ahead; else 0 */
   unsigned char *pages;              /* [n_pages][page_bytes] */
   struct cpu_kv_open *open;          /* NULL without groups */
 };

@@ -10,6 +10,8 @@ static size_t block_bytes(int32_t head_dim)
   return (n + 63) / 64 * 64;
 }
 
+static size_t values_at(int32_t head_dim) { return (size_t)head_dim * P * sizeof(uint16_t); }
+
 static void append_k(const struct backend_kv *kv, void *block, int32_t slot, const float *k, uint16_t *open)
 {
   (void)open;
@@ -29,19 +31,20 @@ static void append_v(const struct backend_kv *kv, void *block, int32_t slot, con
 }
 
 static void attend_k(const struct backend_kv *kv, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n, float *scores,
-                     int32_t lds, float *scratch)
+                     int32_t lds, float *scratch, const void *next)
 {
   (void)scratch;
-  kv->ops->qk_f16(q, ldq, rows, block, P, kv->geometry.head_dim, n, scores, lds);
+  kv->ops->qk_f16(q, ldq, rows, block, P, kv->geometry.head_dim, n, scores, lds, next);
 }
 
 static void attend_v(const struct backend_kv *kv, const void *block, const float *p, int32_t ldp, int32_t rows, int32_t n, float *acc,
-                     float *scratch)
+                     float *scratch, const void *next)
 {
   (void)scratch;
   const uint16_t *v = (const uint16_t *)block + (size_t)kv->geometry.head_dim * P;
-  kv->ops->pv_f16(p, ldp, rows, v, kv->dv, n, acc);
+  kv->ops->pv_f16(p, ldp, rows, v, kv->dv, n, acc, next);
 }
 
 const struct cpu_kv_codec cpu_kv_f16 = {
-    .codec = KV_F16, .block_bytes = block_bytes, .append_k = append_k, .append_v = append_v, .attend_k = attend_k, .attend_v = attend_v};
+    .codec = KV_F16, .block_bytes = block_bytes, .values_at = values_at, .append_k = append_k, .append_v = append_v,
+    .attend_k = attend_k, .attend_v = attend_v};

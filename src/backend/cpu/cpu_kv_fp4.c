@@ -96,18 +96,20 @@ static void append_v(const struct backend_kv *kv, void *block, int32_t slot, con
 }
 
 static void attend_k(const struct backend_kv *kv, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n, float *scores,
-                     int32_t lds, float *scratch)
+                     int32_t lds, float *scratch, const void *next)
 {
+  (void)next; /* a block is small, and expanded at once */
   expand_keys(kv, block, scratch);
-  kv->ops->qk_f32(q, ldq, rows, scratch, P, kv->geometry.head_dim, n, scores, lds);
+  kv->ops->qk_f32(q, ldq, rows, scratch, P, kv->geometry.head_dim, n, scores, lds, NULL);
 }
 
 static void attend_v(const struct backend_kv *kv, const void *block, const float *p, int32_t ldp, int32_t rows, int32_t n, float *acc,
-                     float *scratch)
+                     float *scratch, const void *next)
 {
+  (void)next;
   const struct view view = view_of(block, kv->geometry.head_dim);
   kv->ops->expand_fp4_groups(view.v, view.v_scales, n * (kv->dv / GROUP), scratch);
-  kv->ops->pv_f32(p, ldp, rows, scratch, kv->dv, n, acc);
+  kv->ops->pv_f32(p, ldp, rows, scratch, kv->dv, n, acc, NULL);
 }
 
 #define FP4_FORMAT                                                                                                                 \

@@ -40,21 +40,23 @@ static void append_v(const struct backend_kv *kv, void *block, int32_t slot, con
 }
 
 static void attend_k(const struct backend_kv *kv, const void *block, const float *q, int32_t ldq, int32_t rows, int32_t n, float *scores,
-                     int32_t lds, float *scratch)
+                     int32_t lds, float *scratch, const void *next)
 {
+  (void)next; /* a block is small, and expanded at once */
   const int32_t D = kv->geometry.head_dim;
   const struct view view = view_of(block, D);
   kv->ops->expand_i8_columns(view.k, view.k_scales, D, scratch);
-  kv->ops->qk_f32(q, ldq, rows, scratch, P, D, n, scores, lds);
+  kv->ops->qk_f32(q, ldq, rows, scratch, P, D, n, scores, lds, NULL);
 }
 
 static void attend_v(const struct backend_kv *kv, const void *block, const float *p, int32_t ldp, int32_t rows, int32_t n, float *acc,
-                     float *scratch)
+                     float *scratch, const void *next)
 {
+  (void)next;
   const struct view view = view_of(block, kv->geometry.head_dim);
   for (int32_t j = 0; j < n; j++)
     kv->ops->expand_i8_row(view.v + (size_t)j * (size_t)kv->dv, view.v_scales[j], kv->dv, scratch + (size_t)j * (size_t)kv->dv);
-  kv->ops->pv_f32(p, ldp, rows, scratch, kv->dv, n, acc);
+  kv->ops->pv_f32(p, ldp, rows, scratch, kv->dv, n, acc, NULL);
 }
 
 const struct cpu_kv_codec cpu_kv_int8 = {

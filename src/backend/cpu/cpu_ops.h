@@ -29,14 +29,14 @@ struct cpu_ops {
   void (*scale_add)(float *y, float b, const float *x, float a, int32_t n);
 
   /* scores[r][j] = sum_d q[r][d] * k[d][j], j < n rounded up to CPU_V_ALIGN (at most ldk). q: [rows][ldq]; k: [D][ldk];
-   * scores: [rows][lds]. */
+   * scores: [rows][lds]. next: the block that is read after this one, fetched row by row beside it; or NULL. */
   void (*qk_f16)(const float *q, int32_t ldq, int32_t rows, const uint16_t *k, int32_t ldk, int32_t head_dim, int32_t n, float *scores,
-                 int32_t lds);
+                 int32_t lds, const uint16_t *next);
   void (*qk_f32)(const float *q, int32_t ldq, int32_t rows, const float *k, int32_t ldk, int32_t head_dim, int32_t n, float *scores,
-                 int32_t lds);
-  /* acc[r][c] += sum_{j < n} p[r][j] * v[j][c], c < dv, j ascending. p: [rows][ldp]; acc: [rows][dv]. */
-  void (*pv_f16)(const float *p, int32_t ldp, int32_t rows, const uint16_t *v, int32_t dv, int32_t n, float *acc);
-  void (*pv_f32)(const float *p, int32_t ldp, int32_t rows, const float *v, int32_t dv, int32_t n, float *acc);
+                 int32_t lds, const float *next);
+  /* acc[r][c] += sum_{j < n} p[r][j] * v[j][c], c < dv, j ascending. p: [rows][ldp]; acc: [rows][dv]; next as above. */
+  void (*pv_f16)(const float *p, int32_t ldp, int32_t rows, const uint16_t *v, int32_t dv, int32_t n, float *acc, const uint16_t *next);
+  void (*pv_f32)(const float *p, int32_t ldp, int32_t rows, const float *v, int32_t dv, int32_t n, float *acc, const float *next);
   /* s[j] = exp(s[j] - max) for lo <= j < hi and 0 elsewhere below n; n a multiple of CPU_V_ALIGN, lo < hi. Returns the sum and *max. */
   float (*softmax)(float *s, int32_t n, int32_t lo, int32_t hi, float *max);
 

@@ -119,10 +119,15 @@ static void op_scale_add(float *y, float b, const float *x, float a, int32_t n)
 
 /* ---- attention ---- */
 
+/* Beside each row of a block its place in the next one, into L2: hardware prefetchers stop at the end of a 4 KB page, and a burst between
+ * two blocks would stand in the way of their reads. */
+#define FETCH(next, at) __builtin_prefetch((next) + (at), 0, 2)
+#define LINE_VECTORS(TYPE) (64 / (VW * (int)sizeof(TYPE)) > 0 ? 64 / (VW * (int)sizeof(TYPE)) : 1)
+
 /* One tile of scores: R rows by NT vectors of tokens, all D channels. R and NT are constants at every call, so acc lives in registers. */
 #define QK_TILE(NAME, TYPE, LOAD)                                                                                              \
-  INLINE void NAME##_tile(const float *q, int32_t ldq, const TYPE *k, int32_t ldk, int32_t head_dim, float *s, int32_t lds,     \
-                          const int R, const int NT)                                                                           \
+  INLINE void NAME##_tile(const float *q, int32_t ldq, const TYPE *k, int32_t ldk, int32_t head_dim, float *s, int32_t lds,    \
+                          const TYPE *next, const int R, const int NT)                                                         \
   {                                                                                                                            \
     VEC acc[6][4];                                                                                                             \
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
@@ -130,6 +135,9 @@ static void op_scale_add(float *y, float b, const float *x, float a, int32_t n)
     for (int32_t d = 0; d < head_dim; d++) {                                                                                   \
       VEC kv[4];                                                                                                               \
       _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) kv[t] = LOAD(k + (size_t)d * (size_t)ldk + t * VW);                 \
+      if (next) {                                                                                                              \
+        _Pragma("GCC unroll 8") for (int t = 0; t < NT; t += LINE_VECTORS(TYPE)) FETCH(next, (size_t)d * (size_t)ldk + (size_t)(t * VW)); \
+      }                                                                                                                        \
       _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                                    \
         const VEC qv = v_set1(q[(size_t)r * ldq + d]);                                                                         \
         _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) acc[r][t] = v_fma(qv, kv[t], acc[r][t]);                          \
@@ -138,27 +146,29 @@ static void op_scale_add(float *y, float b, const float *x, float a, int32_t n)
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
       _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) v_store(s + (size_t)r * lds + t * VW, acc[r][t]);                   \
   }                                                                                                                            \
-  INLINE void NAME##_rows(const float *q, int32_t ldq, const TYPE *k, int32_t ldk, int32_t head_dim, int32_t nv, float *s,      \
-                          int32_t lds, const int R, const int NT)                                                                         \
+  INLINE void NAME##_rows(const float *q, int32_t ldq, const TYPE *k, int32_t ldk, int32_t head_dim, int32_t nv, float *s,     \
+                          int32_t lds, const TYPE *next, const int R, const int NT)                                            \
   {                                                                                                                            \
     int32_t t = 0;                                                                                                             \
-    for (; t + NT <= nv; t += NT) NAME##_tile(q, ldq, k + t * VW, ldk, head_dim, s + t * VW, lds, R, NT);                           \
-    for (; t < nv; t++) NAME##_tile(q, ldq, k + t * VW, ldk, head_dim, s + t * VW, lds, R, 1);                                      \
+    for (; t + NT <= nv; t += NT)                                                                                              \
+      NAME##_tile(q, ldq, k + t * VW, ldk, head_dim, s + t * VW, lds, next ? next + t * VW : next, R, NT);                     \
+    for (; t < nv; t++) NAME##_tile(q, ldq, k + t * VW, ldk, head_dim, s + t * VW, lds, next ? next + t * VW : next, R, 1);    \
   }                                                                                                                            \
   static void op_##NAME(const float *q, int32_t ldq, int32_t rows, const TYPE *k, int32_t ldk, int32_t head_dim, int32_t n,    \
-                        float *s, int32_t lds)                                                                                          \
+                        float *s, int32_t lds, const TYPE *next)                                                               \
   {                                                                                                                            \
     const int32_t nv = (n + CPU_V_ALIGN - 1) / CPU_V_ALIGN * (CPU_V_ALIGN / VW);                                               \
     int32_t r = 0;                                                                                                             \
-    for (; r + 6 <= rows; r += 6) NAME##_rows(q + (size_t)r * ldq, ldq, k, ldk, head_dim, nv, s + (size_t)r * lds, lds, 6, 2);      \
+    for (; r + 6 <= rows; r += 6, next = NULL)                                                                                 \
+      NAME##_rows(q + (size_t)r * ldq, ldq, k, ldk, head_dim, nv, s + (size_t)r * lds, lds, next, 6, 2);                       \
     q += (size_t)r * ldq;                                                                                                      \
     s += (size_t)r * lds;                                                                                                      \
     switch (rows - r) {                                                                                                        \
-    case 5: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 5, 2); break;                                                         \
-    case 4: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 4, 2); break;                                                         \
-    case 3: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 3, 4); break;                                                         \
-    case 2: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 2, 4); break;                                                         \
-    case 1: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, 1, 4); break;                                                         \
+    case 5: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 5, 2); break;                                              \
+    case 4: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 4, 2); break;                                              \
+    case 3: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 3, 4); break;                                              \
+    case 2: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 2, 4); break;                                              \
+    case 1: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 1, 4); break;                                              \
     default: break;                                                                                                            \
     }                                                                                                                          \
   }
@@ -174,7 +184,8 @@ QK_TILE(qk_f32, float, v_load)
 
 /* One tile of outputs: R rows by NC vectors of channels, all tokens in ascending order. */
 #define PV_TILE(NAME, TYPE, LOAD)                                                                                              \
-  INLINE void NAME##_tile(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const int R, const int NC) \
+  INLINE void NAME##_tile(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const TYPE *next, const int R, \
+                          const int NC)                                                                                        \
   {                                                                                                                            \
     VEC acc[4][4];                                                                                                             \
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
@@ -182,6 +193,9 @@ QK_TILE(qk_f32, float, v_load)
     for (int32_t j = 0; j < n; j++) {                                                                                          \
       VEC vv[4];                                                                                                               \
       _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) vv[c] = LOAD(v + (size_t)j * dv + c * VW);                          \
+      if (next) {                                                                                                              \
+        _Pragma("GCC unroll 8") for (int c = 0; c < NC; c += LINE_VECTORS(TYPE)) FETCH(next, (size_t)j * (size_t)dv + (size_t)(c * VW)); \
+      }                                                                                                                        \
       _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                                    \
         const VEC pv = v_set1(p[(size_t)r * ldp + j]);                                                                         \
         _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) acc[r][c] = v_fma(pv, vv[c], acc[r][c]);                          \
@@ -190,22 +204,24 @@ QK_TILE(qk_f32, float, v_load)
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
       _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) v_store(o + (size_t)r * dv + c * VW, acc[r][c]);                    \
   }                                                                                                                            \
-  INLINE void NAME##_rows(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const int R)             \
+  INLINE void NAME##_rows(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const TYPE *next, const int R) \
   {                                                                                                                            \
     int32_t c = 0;                                                                                                             \
-    for (; c + PV_COLUMNS * VW <= dv; c += PV_COLUMNS * VW) NAME##_tile(p, ldp, v + c, dv, n, o + c, R, PV_COLUMNS);           \
-    for (; c < dv; c += VW) NAME##_tile(p, ldp, v + c, dv, n, o + c, R, 1);                                                    \
+    for (; c + PV_COLUMNS * VW <= dv; c += PV_COLUMNS * VW)                                                                    \
+      NAME##_tile(p, ldp, v + c, dv, n, o + c, next ? next + c : next, R, PV_COLUMNS);                                         \
+    for (; c < dv; c += VW) NAME##_tile(p, ldp, v + c, dv, n, o + c, next ? next + c : next, R, 1);                            \
   }                                                                                                                            \
-  static void op_##NAME(const float *p, int32_t ldp, int32_t rows, const TYPE *v, int32_t dv, int32_t n, float *acc)            \
+  static void op_##NAME(const float *p, int32_t ldp, int32_t rows, const TYPE *v, int32_t dv, int32_t n, float *acc,           \
+                        const TYPE *next)                                                                                      \
   {                                                                                                                            \
     int32_t r = 0;                                                                                                             \
-    for (; r + 4 <= rows; r += 4) NAME##_rows(p + (size_t)r * ldp, ldp, v, dv, n, acc + (size_t)r * dv, 4);                    \
+    for (; r + 4 <= rows; r += 4, next = NULL) NAME##_rows(p + (size_t)r * ldp, ldp, v, dv, n, acc + (size_t)r * dv, next, 4); \
     p += (size_t)r * ldp;                                                                                                      \
     acc += (size_t)r * dv;                                                                                                     \
     switch (rows - r) {                                                                                                        \
-    case 3: NAME##_rows(p, ldp, v, dv, n, acc, 3); break;                                                                      \
-    case 2: NAME##_rows(p, ldp, v, dv, n, acc, 2); break;                                                                      \
-    case 1: NAME##_rows(p, ldp, v, dv, n, acc, 1); break;                                                                      \
+    case 3: NAME##_rows(p, ldp, v, dv, n, acc, next, 3); break;                                                                \
+    case 2: NAME##_rows(p, ldp, v, dv, n, acc, next, 2); break;                                                                \
+    case 1: NAME##_rows(p, ldp, v, dv, n, acc, next, 1); break;                                                                \
     default: break;                                                                                                            \
     }                                                                                                                          \
   }

@@ -4,13 +4,10 @@
  * element j with j + 16 in a byte exactly as a packed vector v pairs with v + 4. The other types are first read into plain bytes.
  */
 #include <string.h>
-#include <sys/mman.h>
 
 #include "backend/cpu/cpu_quant.h"
 #include "base/mem.h"
 #include "tensor/dequant.h"
-
-#define HUGE_PAGE_BYTES ((size_t)2 << 20)
 
 /* One group of one row: integers in k order, and the scale bytes of its halves. */
 struct block_group {
@@ -102,9 +99,8 @@ size_t cpu_weight_packed_bytes(const struct sits_utd *w, enum cpu_isa isa)
 
 void *cpu_weight_region(size_t n_bytes)
 {
-  void *region = mem_aligned(HUGE_PAGE_BYTES, n_bytes);
-  /* Advice only: without huge pages the kernels are slower, not wrong. */
-  if (region && n_bytes >= HUGE_PAGE_BYTES) (void)madvise(region, n_bytes, MADV_HUGEPAGE);
+  void *region = mem_aligned(CPU_HUGE_PAGE, n_bytes);
+  if (region) cpu_advise_huge(region, n_bytes);
   return region;
 }
 
@@ -119,7 +115,7 @@ enum sits_status cpu_weight_create_in(const struct sits_utd *source, enum cpu_is
   *w = plan;
   w->owns_data = memory == NULL;
   if (memory) w->data = memory;
-  else w->data = plan.n_bytes >= HUGE_PAGE_BYTES ? cpu_weight_region(plan.n_bytes) : mem_aligned(CPU_ALIGN_BYTES, plan.n_bytes);
+  else w->data = plan.n_bytes >= CPU_HUGE_PAGE ? cpu_weight_region(plan.n_bytes) : mem_aligned(CPU_ALIGN_BYTES, plan.n_bytes);
   if (!w->data) {
     mem_free(w);
     return sits_fail(err, SITS_NOMEM, "%s: no memory for %zu packed bytes", source->name, plan.n_bytes);

@@ -37,6 +37,7 @@
 #define CPU_CHUNK_TOKENS (CPU_CHUNK_PAGES * KV_PAGE_TOKENS)
 #define CPU_CHUNK_RECORD (CPU_CHUNK_PAGES + 1)
 #define CPU_ATTENTION_ROWS 48        /* target rows (tokens of a block times H/G) that read a page together */
+#define CPU_SPLIT_TOKENS 8           /* of a verified draft: with so many tokens a sequence's context is split between workers */
 #define CPU_LANE_ROWS 24             /* the same in a lane, which stops between items: at a depth of 8,000 about 0.4 ms */
 
 struct backend {

@@ -136,7 +136,7 @@ static void check_round_trip(enum kv_codec codec, enum cpu_isa isa, int32_t D)
   for (int32_t d = 0; d < D; d++) {
     float q[256] = {0}, scores[P];
     q[d] = 1;
-    kv->codec->attend_k(kv, block, q, D, 1, P, scores, P, scratch);
+    kv->codec->attend_k(kv, block, q, D, 1, P, scores, P, scratch, NULL);
     for (int32_t j = 0; j < P; j++) got[(int64_t)j * D + d] = scores[j];
   }
   check_keys(codec, k, got, D);
@@ -144,7 +144,7 @@ static void check_round_trip(enum kv_codec codec, enum cpu_isa isa, int32_t D)
     float p[P] = {0}, acc[256] = {0};
     double value[256];
     p[j] = 1;
-    kv->codec->attend_v(kv, block, p, P, 1, P, acc, scratch);
+    kv->codec->attend_v(kv, block, p, P, 1, P, acc, scratch, NULL);
     for (int32_t d = 0; d < D; d++) value[d] = acc[d];
     check_value(codec, v + (int64_t)j * D, value, D);
   }

@@ -147,10 +147,10 @@ static void test_page_products(void **state)
           for (int is_f16 = 0; is_f16 < 2; is_f16++) {
             scores[rows * P] = acc[rows * dv] = 1234.5f;
             for (int32_t i = 0; i < rows * dv; i++) acc[i] = (float)(i % 5);
-            if (is_f16) ops->qk_f16(q, D, rows, k16, P, D, n, scores, P);
-            else ops->qk_f32(q, D, rows, k32, P, D, n, scores, P);
-            if (is_f16) ops->pv_f16(p, P, rows, v16, dv, n, acc);
-            else ops->pv_f32(p, P, rows, v32, dv, n, acc);
+            if (is_f16) ops->qk_f16(q, D, rows, k16, P, D, n, scores, P, rows % 2 ? k16 : NULL);
+            else ops->qk_f32(q, D, rows, k32, P, D, n, scores, P, rows % 2 ? k32 : NULL);
+            if (is_f16) ops->pv_f16(p, P, rows, v16, dv, n, acc, rows % 2 ? v16 : NULL);
+            else ops->pv_f32(p, P, rows, v32, dv, n, acc, rows % 2 ? v32 : NULL);
             for (int32_t r = 0; r < rows; r++) {
               for (int32_t j = 0; j < n; j++) {
                 double want = 0;
