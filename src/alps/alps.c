@@ -246,6 +246,11 @@ void alps_update_copies(struct alps *alps, int32_t id, int32_t copy_pages)
   alps->entries[id].copy_pages = copy_pages;
 }
 
+int32_t alps_copies(const struct alps *alps, int32_t id)
+{
+  return alps->entries[id].copy_pages;
+}
+
 void alps_drop_slice(struct alps *alps)
 {
   alps->slice_id = -1;

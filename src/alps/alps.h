@@ -147,6 +147,8 @@ bool alps_plan_more(struct alps *alps, int32_t n_available, bool has_time, alps_
 void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);
 /* The same for copy_pages alone: another sequence has left the pages that it shared with the entry's. */
 void alps_update_copies(struct alps *alps, int32_t id, int32_t copy_pages);
+/* What was last said of it. */
+int32_t alps_copies(const struct alps *alps, int32_t id);
 /* The chunk in slices is given up: it could not begin. Pre-empting or removing its entry says so by itself. */
 void alps_drop_slice(struct alps *alps);
 /* A held entry is left out (its consumer is slow). Running, it keeps its pages until others need them; waiting, it is in no queue. */

@@ -94,17 +94,21 @@ void engine_tell_filled(struct sits_engine *engine, const struct engine_choice *
   watch->filled(watch->user, choice->request, pages, choice->n_computed / KV_TOKENS);
 }
 
-/* The choice's pages are no longer its own; its siblings need fewer copies of those that they shared. */
-static void close_slot(struct sits_engine *engine, struct engine_choice *choice)
+/* Some pages are no longer shared with the request's other choices, which need fewer copies from now on. */
+static void tell_siblings(struct sits_engine *engine, const struct sits_request *request)
 {
-  const struct sits_request *request = choice->request;
-  if (engine->options.pages.closing) engine->options.pages.closing(engine->options.pages.user);
-  kv_close(engine->pages, choice->slot);
-  choice->slot = -1;
   for (int32_t i = 0; request->is_forked && i < request->n_choices; i++) {
     const struct engine_choice *sibling = &request->choices[i];
     if (sibling->slot >= 0) alps_update_copies(engine->alps, sibling->id, kv_extra(engine->pages, sibling->slot));
   }
+}
+
+static void close_slot(struct sits_engine *engine, struct engine_choice *choice)
+{
+  if (engine->options.pages.closing) engine->options.pages.closing(engine->options.pages.user);
+  kv_close(engine->pages, choice->slot);
+  choice->slot = -1;
+  tell_siblings(engine, choice->request);
 }
 
 /* alps_admit_fn: give the entry a slot and what the cache or the host still has of it. */
@@ -184,9 +188,24 @@ static void preempt(struct sits_engine *engine, int32_t id)
   engine->stats.n_preemptions_swapped += is_swapped;
 }
 
+#ifdef SITS_DEBUG_CHECKS
+/* What the planner reserves for copies is what they will take; more would pre-empt for nothing. */
+static void check_copies(const struct sits_engine *engine)
+{
+  const int32_t *ids, n = alps_running(engine->alps, &ids);
+  for (int32_t i = 0; i < n; i++) {
+    const int32_t slot = engine->by_id[ids[i]]->slot;
+    assert(slot < 0 || alps_copies(engine->alps, ids[i]) == kv_extra(engine->pages, slot));
+  }
+}
+#endif
+
 void engine_plan(struct sits_engine *engine)
 {
   enum sits_status status;
+#ifdef SITS_DEBUG_CHECKS
+  check_copies(engine);
+#endif
   while ((status = alps_plan(engine->alps, engine->step_started_us, kv_available(engine->pages), admit, engine, &engine->plan)) ==
          SITS_AGAIN) {
     for (int32_t i = 0; i < engine->plan.n_victims; i++) preempt(engine, engine->plan.victims[i]);
@@ -251,12 +270,14 @@ static void add_item(struct sits_engine *engine, int32_t item)
   struct engine_choice *choice = engine->by_id[it->id];
   struct backend_batch *batch = &engine->batch;
   int32_t s = batch->n_seqs, end = choice->n_computed + it->n_tokens;
+  const bool leaves_shared = choice->request->is_forked && kv_extra(engine->pages, choice->slot) > 0;
   enum sits_status status = kv_reserve(engine->pages, choice->slot, end, &engine->moves[engine->n_moves], &engine->n_moves);
   if (status != SITS_OK) { /* the planner counted wrong; the sequence waits for the next step rather than take the process down */
     log_error("engine", "no pages for a planned item request=%s tokens=%d", choice->request->params.id, it->n_tokens);
     it->n_tokens = 0;
     return;
   }
+  if (leaves_shared) tell_siblings(engine, choice->request);
   int32_t first_token = batch->n_tokens;
   memcpy(engine->tokens + first_token, choice->tokens + choice->n_computed, (size_t)it->n_tokens * sizeof(int32_t));
   for (int32_t i = 0; i < it->n_tokens; i++) engine->positions[first_token + i] = choice->n_computed + i;

@@ -17,7 +17,9 @@ bool kv_budget_create(struct kv *kv)
   b->copies = mem_calloc(n_slots * (size_t)o->page_budget * n_columns, sizeof *b->copies);
   b->worths = mem_calloc((size_t)o->page_budget * n_columns, sizeof *b->worths);
   b->is_used = mem_calloc((size_t)o->n_pages * n_columns, 1);
-  return b->numbers && b->given && b->mixed && b->copies && b->worths && b->is_used;
+  b->own_of = mem_alloc((size_t)o->n_pages * sizeof *b->own_of);
+  for (int32_t i = 0; b->own_of && i < o->n_pages; i++) b->own_of[i] = -1;
+  return b->numbers && b->given && b->mixed && b->copies && b->worths && b->is_used && b->own_of;
 }
 
 void kv_budget_destroy(struct kv *kv)
@@ -29,6 +31,7 @@ void kv_budget_destroy(struct kv *kv)
   mem_free(b->copies);
   mem_free(b->worths);
   mem_free(b->is_used);
+  mem_free(b->own_of);
 }
 
 bool kv_budget_is_full(const struct kv *kv, int32_t slot)
@@ -74,20 +77,30 @@ static int32_t break_up(struct kv *kv, int32_t slot, int32_t last)
   return freed;
 }
 
-/* Blocks in shared mixed pages move to pages of the slot's own, which take the others' places. */
+/* Blocks in shared mixed pages move to pages of the slot's own, which take the others' places: own_of says which, by page. */
 static void unshare(struct kv *kv, int32_t slot, int32_t last)
 {
   const struct kv_slot *s = &kv->slots[slot];
   const int32_t n_columns = kv->options.n_columns;
+  int32_t *own_of = kv->budget.own_of, *mixed = kv_mixed(kv, slot), n_shared = 0;
   for (int32_t k = 0; k < s->n_mixed; k++) {
-    int32_t *page = &kv_mixed(kv, slot)[k];
-    if (kv->pages[*page].n_refs == 1) continue;
-    const int32_t own = kv_page_take(kv);
-    int32_t *number = kv_numbers(kv, slot) + n_columns, *end = number + (int64_t)last * n_columns;
-    for (; number < end; number++)
-      if (*number / n_columns == *page && *number != KV_DROPPED) copy_block(kv, slot, number, own * n_columns + *number % n_columns);
-    kv_page_unref(kv, *page);
-    *page = own;
+    if (kv->pages[mixed[k]].n_refs == 1) continue;
+    own_of[mixed[k]] = kv_page_take(kv);
+    n_shared++;
+  }
+  if (n_shared == 0) return;
+  int32_t *number = kv_numbers(kv, slot) + n_columns, *end = number + (int64_t)last * n_columns;
+  for (; number < end; number++) {
+    if (*number == KV_DROPPED) continue;
+    const int32_t own = own_of[*number / n_columns];
+    if (own >= 0) copy_block(kv, slot, number, own * n_columns + *number % n_columns);
+  }
+  for (int32_t k = 0; k < s->n_mixed; k++) {
+    const int32_t page = mixed[k];
+    if (own_of[page] < 0) continue;
+    mixed[k] = own_of[page];
+    own_of[page] = -1;
+    kv_page_unref(kv, page);
   }
 }
 

@@ -36,6 +36,7 @@ struct kv_budget {
   int32_t (*copies)[2];      /* [n_slots][page_budget * n_columns] */
   uint32_t *worths;          /* [page_budget * n_columns] scratch */
   uint8_t *is_used;          /* [N][n_columns] scratch, zero between calls */
+  int32_t *own_of;           /* [N] scratch, -1 between calls */
 };
 
 struct kv {

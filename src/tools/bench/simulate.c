@@ -244,7 +244,7 @@ static void compare_pairs(struct bench *b, json_t *out, const int64_t *targets, 
   json_object_set_new(out, "lowest_itl_p99", rows);
 }
 
-/* What no scheduler can pass, whatever the inter-token target. */
+/* What no scheduler can pass, whatever the inter-token target; with decoding in it see simulate_bound.c. */
 static json_t *bounds(const struct bench *b)
 {
   double target_us = b->options.ttft_target_ms * 1e3, found[4];

@@ -1,10 +1,13 @@
 /* How fast any scheduler at all could go: an upper bound on the goodput of a trace on a modelled device.
  *
- * Every request is one job: its prompt's reading at the device's best rate (weights and launches for nothing), with or without the decoding
- * of its answer. Its deadline is its arrival plus the first-token target. With equal targets the order of arrival is the order of
- * deadlines; then the fewest jobs are late when they run in that order and, whenever one would be late, the longest of those taken is
- * given up (Kise, Ibaraki, Mine, "A solvable case of the one-machine scheduling problem with ready and due times", 1978). What is given up
- * here costs nothing and leaves no gap, which can only be too kind. */
+ * Every request is one job: its prompt's reading at the device's best rate (weights and launches for nothing), with or without the
+ * decoding of its answer. Without it the bound holds for every scheduler. With it only for those that decode an answer before its
+ * prompt's deadline, at the rate of prompts; others may decode it later and pass. Its deadline is its arrival plus the first-token
+ * target. With equal targets the order of arrival is the order of deadlines; then the fewest jobs are late when they run in that order
+ * and, whenever one would be late, the longest of those taken is given up (Kise, Ibaraki, Mine, "A solvable case of the one-machine
+ * scheduling problem with ready and due times", 1978). What is given up here costs nothing and leaves no gap, which can only be too
+ * kind.
+ */
 #include <math.h>
 
 #include "alps/alps_heap.h"
