@@ -2,14 +2,15 @@
 
   equal  100 prompts, greedy: token ids without speculation, with prompt lookup, and with a draft model (--draft-model; default the model
          itself), several at once
-  speed  one stream; passages to summarise and to quote, code to edit, each answer to its own end: tokens/s with and without prompt
-         lookup, runs taken in turns, each answer's time the median of its rounds; `bound` is what the share of tokens that came from
-         drafts would give if verifying cost nothing
+  speed  one stream; passages to summarise and to quote, code to edit (four short functions, and thirty of 8 to 25 lines from bench/), each
+         answer to its own end: tokens/s with and without prompt lookup, runs taken in turns, each answer's time the median of its rounds;
+         `bound` is what the share of tokens that came from drafts would give if verifying cost nothing, `loops` how many answers end in a
+         loop, which drafts follow easily, and `ratio_without_loops` the gain without those
   busy   as many streams as speculative-max-running, each replaced when it ends: sits2026-bench engine --scenario speculation
 
 Prints one JSON object; --json FILE writes it. The servers run at the same time and take turns, so that what else the machine does meets
 all of them alike."""
-import argparse, concurrent.futures, datetime, json, pathlib, statistics, subprocess, tempfile, urllib.request
+import argparse, ast, concurrent.futures, datetime, json, pathlib, statistics, subprocess, tempfile, urllib.request
 
 from live_server import ROOT, Server
 
@@ -60,6 +61,24 @@ CODE = [
 ]
 
 
+def functions(n):
+    """Of every so many functions of 8 to 25 lines in bench/: the first name that it assigns, and its text."""
+    found = []
+    for path in sorted((ROOT / "bench").glob("*.py")):
+        source = path.read_text()
+        for f in ast.walk(ast.parse(source)):
+            if not isinstance(f, ast.FunctionDef) or not 8 <= f.end_lineno - f.lineno + 1 <= 25:
+                continue
+            names = [t.id for a in ast.walk(f) if isinstance(a, ast.Assign) for t in a.targets if isinstance(t, ast.Name)]
+            if names:
+                found.append((names[0], ast.get_source_segment(source, f)))
+    return found[::max(1, len(found) // n)][:n]
+
+
+def ends_in_loop(ids):
+    return any(len(ids) >= 60 and ids[-q:] == ids[-2 * q:-q] == ids[-3 * q:-2 * q] for q in range(1, 20))
+
+
 def ask(server, body):
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/chat/completions", json.dumps(body).encode(),
                                      {"Content-Type": "application/json"})
@@ -106,24 +125,31 @@ def rate(answer):
 
 def speed(servers, texts, rounds):
     edit = "Rename the first variable of this function to {} and write out the whole function.\n\n{}"
+    rename = "Rename the variable {} to {}_2 in this function and write out the whole function.\n\n{}"
     kinds = {"summarise": [chat(f"Summarise the following text. Quote its most important sentences.\n\n{t}", 96) for t in texts[:12]],
              "quote": [chat(f"{t}\n\nWrite out the text above once more, word for word.", 96) for t in texts[:4]],
-             "edit code": [chat(edit.format(name, code), 96) for name, code in CODE]}
+             "edit code": [chat(edit.format(name, code), 96) for name, code in CODE],
+             "edit longer code": [chat(rename.format(name, name, code), 160) for name, code in functions(30)]}
     out = {}
     for kind, bodies in kinds.items():
         before = drafted(servers["lookup"])
-        tokens, times = {name: 0 for name in servers}, {name: [[] for _ in bodies] for name in servers}
+        tokens, times = {name: [0] * len(bodies) for name in servers}, {name: [[] for _ in bodies] for name in servers}
+        loops = [False] * len(bodies)
         for _ in range(rounds):
             for i, body in enumerate(bodies):
                 for name, server in servers.items():
-                    n, ms = rate(ask(server, body))
-                    tokens[name] += n
+                    answer = ask(server, body)
+                    tokens[name][i], ms = rate(answer)
                     times[name][i].append(ms)
-        out[kind] = {name: round(1000 * n / rounds / sum(map(statistics.median, times[name])), 1) for name, n in tokens.items()}
+                    loops[i] = ends_in_loop(answer["choices"][0]["token_ids"])
+        seconds = {name: [statistics.median(t) * 1e-3 for t in times[name]] for name in servers}
+        out[kind] = {name: round(sum(tokens[name]) / sum(seconds[name]), 1) for name in servers}
         out[kind] |= {key: n - before[key] for key, n in drafted(servers["lookup"]).items() if key != "guessed_by_model"}
-        n = tokens["lookup"]
+        n = rounds * sum(tokens["lookup"])
         out[kind]["bound"] = round(n / (n - out[kind]["accepted"]), 2)
         out[kind]["ratio"] = round(out[kind]["lookup"] / out[kind]["off"], 2)
+        whole = {name: sum(s for s, is_loop in zip(seconds[name], loops) if not is_loop) for name in servers}
+        out[kind] |= {"answers": len(bodies), "loops": sum(loops), "ratio_without_loops": round(whole["off"] / whole["lookup"], 2)}
     return out
 
 

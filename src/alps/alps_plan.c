@@ -18,7 +18,7 @@ static const double SOFT_TARGET_STEPS = 4;    /* or that many steps without prom
 static const double DECODE_EASY = 0.7;     /* below it admission does not ask the model */
 static const double SLICE_SPARE = 0.75;    /* most of the time beside the predicted decodes that is kept free for it */
 static const double SLICE_SURE = 0.997;    /* share of the last decodes for whose excess over the prediction a slice leaves time */
-static const double SLICE_RATE_SURE = 0.99; /* the same by_rate, where most steps have a slice and the rare long one is a graph's capture */
+static const double SLICE_TILES_SURE = 0.99; /* the same on a GPU, where the rare long step is a graph's capture */
 static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */
 
 enum { FIRST_TOKENS = 256 }; /* of the very first step, of whose time nothing is known */
@@ -417,7 +417,7 @@ static void plan_slice(struct planner *p, int32_t id)
   double items_us = plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0, left_us = budget_us - items_us;
   if (plan->n_decode > 0 && alps->options.itl_target_us > 0) {
     double whole_us = budget_us / alps->margin - items_us;
-    double excess_us = alps_window_quantile(&alps->excess, alps->options.slices_by_rate ? SLICE_RATE_SURE : SLICE_SURE);
+    double excess_us = alps_window_quantile(&alps->excess, alps->options.tile_tokens > 0 ? SLICE_TILES_SURE : SLICE_SURE);
     left_us = fmin(left_us, whole_us - fmin(excess_us, SLICE_SPARE * whole_us));
   }
   plan->slice_us = (int64_t)fmax(left_us, p->floor_us);

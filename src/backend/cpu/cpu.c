@@ -30,6 +30,8 @@ static enum sits_status cpu_open(const struct backend_options *options, struct b
   if (backend == NULL) return sits_fail(err, SITS_NOMEM, "cpu: out of memory");
   backend->options = *options;
   backend->options.isa = NULL; /* borrowed, and used here only */
+  /* On Intel the lines that one core has written reach another late; elsewhere sharing the work out is worth a phase from 3 tokens on. */
+  backend->private_tokens = cpu_isa_prefetches() ? CPU_PRIVATE_TOKENS : 2;
   backend->n_threads = options->n_threads > 0 ? options->n_threads : cores_usable();
   if (options->group != NULL && !group_is_linked(options->group)) /* ranks of this process share its threads */
     backend->n_threads = backend->n_threads / options->n_ranks > 0 ? backend->n_threads / options->n_ranks : 1;

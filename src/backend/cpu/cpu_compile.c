@@ -154,9 +154,9 @@ static enum sits_status expand_vectors(struct backend_program *p, struct sits_er
 
 static int32_t gcd(int32_t a, int32_t b) { return b == 0 ? a : gcd(b, a % b); }
 
-/* Cut the parts of a LINEAR into ranges of about CPU_BYTES_PER_ITEM, at multiples of the unit. With SWIGLU the parts share their cuts.
- * Returns the number of ranges; writes them when `out` is not NULL. */
-static int32_t cut_ranges(struct cpu_step *step, struct cpu_range *out)
+/* Cut the parts of a LINEAR into ranges of about CPU_BYTES_PER_ITEM, at multiples of the unit, the same number for each thread. With SWIGLU
+ * the parts share their cuts. Returns the number of ranges; writes them when `out` is not NULL. */
+static int32_t cut_ranges(struct cpu_step *step, int32_t n_threads, struct cpu_range *out)
 {
   const int n_lists = (step->op->fused & PROGRAM_FUSE_SWIGLU) ? 1 : step->n_parts;
   int32_t n = 0;
@@ -164,6 +164,7 @@ static int32_t cut_ranges(struct cpu_step *step, struct cpu_range *out)
     const int64_t rows = step->parts[k].rows, n_units = (rows + step->unit - 1) / step->unit;
     const int64_t bytes = (int64_t)cpu_weight_bytes(step->parts[k].weight) * (step->n_parts > n_lists ? 2 : 1);
     int64_t n_ranges = bytes / CPU_BYTES_PER_ITEM + 1;
+    if (n_ranges > n_threads) n_ranges = (n_ranges + n_threads - 1) / n_threads * n_threads;
     if (n_ranges > n_units) n_ranges = n_units;
     for (int64_t i = 0; i < n_ranges; i++, n++) {
       const int64_t r0 = n_units * i / n_ranges * step->unit, r1 = n_units * (i + 1) / n_ranges * step->unit;
@@ -187,14 +188,14 @@ static enum sits_status make_ranges(struct backend_program *p, struct sits_error
 {
   size_t n = 0;
   for (int32_t i = 0; i < p->n_steps; i++)
-    if (p->steps[i].op->kind == PROGRAM_LINEAR) n += (size_t)cut_ranges(&p->steps[i], NULL);
+    if (p->steps[i].op->kind == PROGRAM_LINEAR) n += (size_t)cut_ranges(&p->steps[i], p->backend->n_threads, NULL);
   p->ranges = mem_calloc(n + 1, sizeof *p->ranges);
   if (p->ranges == NULL) return sits_fail(err, SITS_NOMEM, "compile: out of memory");
   struct cpu_range *at = p->ranges;
   for (int32_t i = 0; i < p->n_steps; i++) {
     if (p->steps[i].op->kind != PROGRAM_LINEAR) continue;
     p->steps[i].ranges = at;
-    p->steps[i].n_ranges = cut_ranges(&p->steps[i], at);
+    p->steps[i].n_ranges = cut_ranges(&p->steps[i], p->backend->n_threads, at);
     at += p->steps[i].n_ranges;
   }
   return SITS_OK;

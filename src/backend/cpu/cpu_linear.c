@@ -13,6 +13,12 @@ struct linear {                      /* one step's run by one worker */
   int32_t n;                         /* tokens */
 };
 
+/* Whether each worker prepares all n tokens for itself. An observer is to see everything once. */
+static bool prepares_privately(const struct backend_program *p, int32_t n)
+{
+  return n <= (p->observer.fn != NULL ? 2 : p->backend->private_tokens);
+}
+
 static void quantize(const struct linear *l, const float *x, int32_t t0, int32_t t1, void *const act[CPU_ACT_FORMATS])
 {
   bool is_done[CPU_ACT_FORMATS] = {false};
@@ -41,7 +47,7 @@ static void prepare(const struct linear *l, int32_t t0, int32_t t1, float *norme
     for (int64_t i = t0 * width; i < t1 * width; i += block) l->ops->hadamard(normed + i, block);
     x = normed;
   }
-  if (l->p->observer.fn != NULL && l->n > CPU_PRIVATE_TOKENS)
+  if (l->p->observer.fn != NULL && !prepares_privately(l->p, l->n))
     l->p->observer.fn(l->p->observer.user, l->step->op, x + t0 * width, t0, t1 - t0, (int32_t)width);
   quantize(l, x, t0, t1, act);
 }
@@ -150,9 +156,9 @@ static struct linear linear_of(struct backend_program *p, const struct cpu_step 
 /* A few tokens are shared out two by two, so that no worker waits while another does all of them. */
 static int32_t tokens_of_item(int32_t n) { return n <= 4 * CPU_TOKENS_PER_ITEM ? 2 : CPU_TOKENS_PER_ITEM; }
 
-int32_t cpu_linear_prepare_items(int32_t n)
+int32_t cpu_linear_prepare_items(const struct backend_program *p, int32_t n)
 {
-  return n <= CPU_PRIVATE_TOKENS ? 0 : (n + tokens_of_item(n) - 1) / tokens_of_item(n);
+  return prepares_privately(p, n) ? 0 : (n + tokens_of_item(n) - 1) / tokens_of_item(n);
 }
 
 void cpu_linear_prepare(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker)
@@ -166,7 +172,7 @@ void cpu_linear_item(struct backend_program *p, const struct cpu_step *step, int
 {
   struct linear l = linear_of(p, step, worker);
   const struct cpu_range range = step->ranges[item];
-  const bool is_private = l.n <= CPU_PRIVATE_TOKENS;
+  const bool is_private = prepares_privately(p, l.n);
   if (is_private && l.worker->prepared != tag) {
     prepare(&l, 0, l.n, l.worker->normed, l.worker->act);
     l.worker->prepared = tag;

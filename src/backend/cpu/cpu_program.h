@@ -30,7 +30,7 @@
 
 #define CPU_ACT_FORMATS 3            /* rows of enum cpu_act_format, and the outliers of ACT_INT4 */
 #define CPU_ACT_SIDE 2
-#define CPU_PRIVATE_TOKENS 2         /* up to this many tokens each worker normalises and quantises for itself: cheaper than a phase */
+#define CPU_PRIVATE_TOKENS 6         /* most tokens that each worker normalises and quantises for itself: cheaper than a phase */
 #define CPU_TOKENS_PER_ITEM 8        /* of the steps that work token by token */
 #define CPU_BYTES_PER_ITEM (64 << 10) /* of packed weight in one item of a LINEAR, about: a few microseconds of reading */
 #define CPU_CHUNK_PAGES 4            /* pages of one attention chunk; a row's partial results are merged chunk by chunk, always */
@@ -46,6 +46,7 @@ struct backend {
   const struct cpu_ops *ops;
   enum cpu_isa isa;
   int32_t n_threads;
+  int32_t private_tokens;            /* up to this many tokens inputs are prepared by each worker; at most CPU_PRIVATE_TOKENS */
 };
 
 struct cpu_part {
@@ -184,7 +185,7 @@ int32_t cpu_phase_items(const struct backend_program *p, const struct cpu_phase 
 void cpu_phase_item(struct backend_program *p, const struct cpu_phase *phase, int32_t item, int32_t worker, uint32_t tag);
 
 /* LINEAR. prepare: normalise and quantise some of n tokens for all, in so many items; item: one range of rows. */
-int32_t cpu_linear_prepare_items(int32_t n);
+int32_t cpu_linear_prepare_items(const struct backend_program *p, int32_t n);
 void cpu_linear_prepare(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker);
 void cpu_linear_item(struct backend_program *p, const struct cpu_step *step, int32_t item, int32_t worker, uint32_t tag);
 /* ALL_REDUCE, ALL_GATHER: one item each; meets the other ranks twice. */

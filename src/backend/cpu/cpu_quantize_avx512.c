@@ -139,15 +139,28 @@ INLINE void quantize_batch(const float *x, int n, size_t tile, uint8_t *a, uint8
   }
 }
 
+/* A token past the last: all is zero. */
+static void clear_token(size_t groups, size_t tile, uint8_t *a, uint8_t *rec, uint8_t *second)
+{
+  for (size_t g = 0; g < groups; g++, a += CPU_RECORD_BYTES * tile, rec += CPU_RECORD_BYTES * tile, second += CPU_SECOND_BYTES * tile) {
+    memset(a, 0, CPU_GROUP);
+    for (size_t i = 32; i <= 40; i += 4) memset(rec + i * tile, 0, 4);
+    for (size_t i = 0; i <= 12; i += 4) memset(second + i * tile, 0, 4);
+  }
+}
+
 void cpu_quantize_avx512(const float *x, int64_t k, int32_t token, int32_t n_tokens, uint8_t *act)
 {
   const size_t tile = (size_t)cpu_act_tile(n_tokens), groups = (size_t)k / CPU_GROUP, lane = (size_t)token % tile;
   uint8_t *rec = act + cpu_act_tile_bytes_q8(k, (int32_t)tile) * ((size_t)token / tile), *second = rec + groups * CPU_RECORD_BYTES * tile;
+  if (!x) {
+    clear_token(groups, tile, rec + CPU_GROUP * lane, rec + 4 * lane, second + 4 * lane);
+    return;
+  }
   for (size_t g = 0; g < groups; g += BATCH) {
     int n = groups - g < BATCH ? (int)(groups - g) : BATCH;
-    static const float zeros[BATCH * CPU_GROUP];
     uint8_t *r = rec + g * CPU_RECORD_BYTES * tile, *s = second + g * CPU_SECOND_BYTES * tile + 4 * lane;
-    quantize_batch(x ? x + g * CPU_GROUP : zeros, n, tile, r + CPU_GROUP * lane, r + 4 * lane, s);
+    quantize_batch(x + g * CPU_GROUP, n, tile, r + CPU_GROUP * lane, r + 4 * lane, s);
   }
 }
 #endif

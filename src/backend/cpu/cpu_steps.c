@@ -156,7 +156,7 @@ int32_t cpu_phase_items(const struct backend_program *p, const struct cpu_phase 
   switch (step->op->kind) {
   case PROGRAM_EMBED: return 2 * n_spans; /* the rotations are made beside */
   case PROGRAM_LINEAR:
-    if (phase->kind == CPU_PHASE_PREPARE) return cpu_linear_prepare_items(n);
+    if (phase->kind == CPU_PHASE_PREPARE) return cpu_linear_prepare_items(p, n);
     return step->n_ranges;
   case PROGRAM_ATTENTION: return cpu_attention_items(p);
   case PROGRAM_ALL_REDUCE: case PROGRAM_ALL_GATHER: return 1;
