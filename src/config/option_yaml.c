@@ -74,10 +74,11 @@ static enum sits_status read_pair(struct reader *reader, const yaml_event_t *key
   return status;
 }
 
-/* stream start, document start, mapping start, pairs, ends. An empty file is an empty mapping. */
+/* stream start, document start, mapping start, pairs, ends. An empty file is an empty mapping. A second document is refused: which of two
+ * was meant cannot be told. */
 static enum sits_status read_document(struct reader *reader, struct sits_error *err)
 {
-  bool in_mapping = false, done = false;
+  bool in_mapping = false, has_document = false, done = false;
   while (!done) {
     yaml_event_t event;
     enum sits_status status = next_event(reader, &event, err);
@@ -86,7 +87,13 @@ static enum sits_status read_document(struct reader *reader, struct sits_error *
     case YAML_STREAM_END_EVENT: done = true; break;
     case YAML_MAPPING_START_EVENT: in_mapping = true; break;
     case YAML_MAPPING_END_EVENT: in_mapping = false; break;
-    case YAML_STREAM_START_EVENT: case YAML_DOCUMENT_START_EVENT: case YAML_DOCUMENT_END_EVENT: break;
+    case YAML_STREAM_START_EVENT: case YAML_DOCUMENT_END_EVENT: break;
+    case YAML_DOCUMENT_START_EVENT:
+      if (has_document)
+        status = sits_fail(err, SITS_CONFIG, "%.150s:%zu: a second document begins here; a configuration is one", reader->origin,
+                           event.start_mark.line + 1);
+      has_document = true;
+      break;
     default:
       if (in_mapping) status = read_pair(reader, &event, err);
       else if (!(event.type == YAML_SCALAR_EVENT && event.data.scalar.length == 0))

@@ -79,6 +79,15 @@ static void refuse_yaml(const char *text, const char *want)
   unlink(path);
 }
 
+/* Two documents in one file were one configuration once; the second is refused with its line. */
+static void test_a_second_yaml_document_is_refused(void **state)
+{
+  refuse_yaml("port: 1\n---\nhost: a\n", ":2: a second document begins here");
+  refuse_yaml("---\nport: 1\n...\n---\nhost: a\n", ":4: a second document begins here");
+  refuse_yaml("---\n---\nport: 1\n", ":2: a second document begins here");
+  refuse_yaml("port: 1\n--- # nothing in it\n", ":2: a second document begins here");
+}
+
 static void test_yaml_refusals(void **state)
 {
   refuse_yaml("port: 1\nprot: 2\n", ":2: unknown option 'prot' (did you mean 'port'?)");
@@ -258,6 +267,7 @@ int main(void)
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_defaults),          cmocka_unit_test(test_precedence),
       cmocka_unit_test(test_yaml_refusals),     cmocka_unit_test(test_argument_refusals),
+      cmocka_unit_test(test_a_second_yaml_document_is_refused),
       cmocka_unit_test(test_secret_is_masked),  cmocka_unit_test(test_print_config_round_trip),
       cmocka_unit_test(test_empty_secrets_are_refused), cmocka_unit_test(test_secrets_in_the_round_trip),
       cmocka_unit_test(test_sample_file_is_current), cmocka_unit_test(test_allocation_failures),
