@@ -334,11 +334,13 @@ enum sits_status service_load(struct service *service, struct sits_error *err)
 
 /* ---- changing while serving ---- */
 
-static void reload_tls(struct net_tls *tls, const char *what)
+static void reload_tls(struct service *service, struct net_tls *tls, const char *what)
 {
   struct sits_error err = {0};
   if (!tls) return;
-  if (net_tls_reload(tls, &err)) log_error("daemon", "the certificates of %s stay as they were: %s", what, err.text);
+  enum sits_status status = net_tls_reload(tls, &err);
+  metrics_add(service->metrics, status ? METRICS_RELOAD_REFUSED : METRICS_RELOADED, 1);
+  if (status) log_error("daemon", "the certificates of %s stay as they were: %s", what, err.text);
   else log_info("daemon", "certificates of %s read again", what);
 }
 
@@ -347,10 +349,12 @@ void service_reload(struct service *service)
   struct sits_error err = {0};
   int32_t n_keys = 0;
   secrets_check(service->options);
-  reload_tls(service->http_tls, "HTTP");
-  reload_tls(service->grpc_tls, "gRPC");
+  reload_tls(service, service->http_tls, "HTTP");
+  reload_tls(service, service->grpc_tls, "gRPC");
   if (!service->options->api_key_file) return;
-  if (access_reload(service->access, &n_keys, &err)) log_error("daemon", "the API keys stay as they were: %s", err.text);
+  enum sits_status status = access_reload(service->access, &n_keys, &err);
+  metrics_add(service->metrics, status ? METRICS_RELOAD_REFUSED : METRICS_RELOADED, 1);
+  if (status) log_error("daemon", "the API keys stay as they were: %s", err.text);
   else log_info("daemon", "API keys read again: %d in force", n_keys);
 }
 

@@ -344,6 +344,31 @@ def test_reloading_loses_no_request(tmp_path, tmp_path_factory):
     assert not any(key in server.text() for key in KEYS.values())
 
 
+def test_a_broken_or_missing_key_file_leaves_the_keys_in_force(tmp_path, launch):
+    path = tmp_path / "keys.jsonl"
+    write(path, [ENTRIES["alpha"]])
+    server = launch(TINY, "--api-key-file", path, "--no-metrics-require-key", wait=False)
+    wait_for(lambda: "ready model" in server.text())
+
+    def reloads():
+        return [server.metric("reloads_total", outcome=outcome) for outcome in ("ok", "refused")]
+    assert reloads() == [0, 0]
+    for n, (damage, told) in enumerate([(lambda: path.write_text("{broken\n"), "keys.jsonl:2: did not find"),
+                                        (lambda: path.write_text(""), "expected a list 'keys'"),
+                                        (path.unlink, "No such file or directory")], 1):
+        damage()
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: server.text().count("the API keys stay as they were") == n)
+        assert told in server.text().splitlines()[-1]
+        assert server.get("/v1/models", bearer("alpha"))[0] == 200 and server.get("/v1/models", bearer("beta"))[0] == 401
+        assert reloads() == [0, n]
+    write(path, [ENTRIES["beta"]])
+    server.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: reloads() == [1, 3])
+    assert server.get("/v1/models", bearer("alpha"))[0] == 401 and server.get("/v1/models", bearer("beta"))[0] == 200
+    assert server.stop() == 0
+
+
 def test_the_command_makes_an_entry(tmp_path, launch):
     """What --hash-key prints is a line of a key file as it is; what can be guessed is refused; two hashes of one key differ."""
     key = "made-by-hand-0123456789"

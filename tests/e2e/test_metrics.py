@@ -29,7 +29,8 @@ OURS = {
     "counter": ["engine_steps", "client_disconnects", "slow_reader_stalls", "http_requests", "class_requests", "class_prompt_tokens",
                 "class_prompt_tokens_cached", "class_generation_tokens", "tenant_requests", "tenant_prompt_tokens",
                 "tenant_prompt_tokens_cached", "tenant_generation_tokens", "audit_lines", "audit_lines_lost", "audit_write_errors",
-                "trace_spans_exported", "trace_spans_dropped", "submissions_refused", "prompt_tokens_computed", "num_preemptions_swapped"],
+                "trace_spans_exported", "trace_spans_dropped", "submissions_refused", "prompt_tokens_computed", "num_preemptions_swapped",
+                "reloads"],
     "histogram": ["request_stage_seconds", "delivery_latency_seconds", "cancellation_steps"],
 }
 STAGES = ["receive", "prepare", "queue", "prefill", "decode", "delivery"]

@@ -2,6 +2,7 @@
 and an engine that stands still."""
 import concurrent.futures
 import json
+import re
 import shutil
 import signal
 import ssl
@@ -13,6 +14,7 @@ from conftest import SLOW, TINY, events, make_certificate, read_response, wait_f
 from grpc_client import begin, channel, grpc, pb, start_both, stubs
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+METRICS = b"GET /metrics HTTP/1.1\r\n"
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -86,7 +88,10 @@ def test_certificates_change_without_a_restart(tmp_path, begin):
     (live / "cert.pem").unlink()
     server.process.send_signal(signal.SIGHUP)
     wait_for(lambda: server.text().count("stay as they were") == 4)
-    assert ask(server, ssl.create_default_context(cafile=second / "cert.pem"))[0] == 200
+    context = ssl.create_default_context(cafile=second / "cert.pem")
+    assert ask(server, context)[0] == 200
+    assert re.findall(r'reloads_total\{.*outcome="(\w+)"\} (\d+)', ask(server, context, METRICS)[2].decode()) == [
+        ("ok", "2"), ("refused", "4")]
     assert "PRIVATE" not in server.text()
 
 

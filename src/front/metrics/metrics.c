@@ -40,6 +40,9 @@ static const struct counter_row counter_rows[METRICS_COUNTER_COUNT] = {
   [METRICS_TRACE_EXPORTED] = {"trace_spans_exported_total", "", "Spans that the collector took."},
   [METRICS_TRACE_NO_ROOM] = {"trace_spans_dropped_total", ",reason=\"queue_full\"", "Spans that were lost, by reason."},
   [METRICS_TRACE_REFUSED] = {"trace_spans_dropped_total", ",reason=\"export_failed\"", ""},
+  [METRICS_RELOADED] = {"reloads_total", ",outcome=\"ok\"",
+                        "API keys, certificates of HTTP and of gRPC read again on SIGHUP; refused ones stay as they were."},
+  [METRICS_RELOAD_REFUSED] = {"reloads_total", ",outcome=\"refused\"", ""},
 };
 
 struct metrics {

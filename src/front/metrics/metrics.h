@@ -28,6 +28,8 @@ enum metrics_counter {
   METRICS_TRACE_EXPORTED,        /* spans that the collector took */
   METRICS_TRACE_NO_ROOM,         /* spans that the exporter's queue had no room for */
   METRICS_TRACE_REFUSED,         /* spans that the collector did not take */
+  METRICS_RELOADED,              /* keys and certificates read again on SIGHUP, each counted */
+  METRICS_RELOAD_REFUSED,        /* those that could not be, so that the old ones stay */
   METRICS_COUNTER_COUNT
 };
 
