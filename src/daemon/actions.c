@@ -42,6 +42,10 @@ static int verify_audit(const struct options *options)
   }
   printf("ok: %" PRId64 " lines in %" PRId64 " files, numbers %" PRIu64 " to %" PRIu64 ", last hash %s\n", report.n_lines, report.n_files,
          report.first_seq, report.last_seq, report.last_hash);
+  if (report.n_lost) printf("gaps: %" PRIu64 " lines had no room and were never written, as the chain's lost lines tell\n", report.n_lost);
+  if (report.n_not_closed)
+    printf("gaps: %" PRId64 " times the log was begun again without having been closed (a crash, or a stop with a full disk): lines that "
+           "waited then are missing\n", report.n_not_closed);
   return fflush(stdout) ? 1 : 0;
 }
 

@@ -102,6 +102,7 @@ static int serve(const struct options *options)
   sigaddset(&set, SIGUSR2);
   pthread_sigmask(SIG_BLOCK, &set, NULL);
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN); /* a limit on the size of files is a write that fails, as a full disk is */
   raise_descriptor_limit(options->max_connections + (options->grpc_port ? options->grpc_max_connections : 0) + 256);
   static struct service service;
   struct notify notify;

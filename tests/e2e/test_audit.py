@@ -3,11 +3,12 @@ prompts only by option; the chain verifies over restarts and rotations, and dama
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import time
 
 import pytest
-from conftest import BIN, SLOW, TINY, start
+from conftest import BIN, SLOW, TINY, start, wait_for
 from grpc_client import channel, grpc, pb, start_both, stubs
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -184,6 +185,43 @@ def test_under_a_key(tmp_path_factory):
     forged = forged[:-66] + hashlib.sha256(forged[:-75].encode()).hexdigest() + '"}'
     path.write_text(path.read_text().replace(line, forged))
     assert "line 2 was changed" in verify_keyed(key).stderr
+
+
+def test_a_full_disk_holds_nothing_up_and_the_gap_is_told(tmp_path_factory):
+    """A file-size limit, which the running daemon is given, stands for a full disk: it serves on, metrics and log say so, what waited is
+    written when there is room again; and a stop without room leaves a gap of which verification tells."""
+    path = tmp_path_factory.mktemp("audit") / "audit.log"
+    server = start(tmp_path_factory, TINY, "--audit-log", path)
+    hard = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)[1]
+
+    def ask(n):  # routes that write no line of the daemon's own log, which has the same limit
+        assert all(server.get("/version")[0] == 200 for _ in range(n))
+
+    def fill():
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+    ask(100)
+    requests(path, 100)
+    assert server.metric("audit_writing") == 1 and len(server.text()) < path.stat().st_size - 4096
+    fill()
+    ask(50)
+    wait_for(lambda: server.metric("audit_writing") == 0)
+    assert server.metric("audit_write_errors_total") > 0 and server.metric("audit_lines_lost_total") == 0
+    assert "cannot write" in server.text() and server.complete("a", max_tokens=1)[0] == 200 and server.get("/health")[0] == 200
+    assert verify(path).returncode == 0  # whole lines only
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    requests(path, 151)
+    wait_for(lambda: server.metric("audit_writing") == 1)
+    assert "gaps" not in verify(path).stdout
+    fill()
+    ask(50)
+    wait_for(lambda: server.metric("audit_writing") == 0)
+    assert server.stop() == 0 and "50 lines could not be written" in server.text()
+    server = start(tmp_path_factory, TINY, "--audit-log", path)
+    ask(1)
+    requests(path, 152)
+    assert server.stop() == 0
+    done = verify(path)
+    assert done.returncode == 0 and "gaps: 1 times the log was begun again without having been closed" in done.stdout, done
 
 
 def test_wrong_use_is_refused(tmp_path):

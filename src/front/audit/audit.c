@@ -118,10 +118,10 @@ static void complain(struct audit *audit, const char *what)
 
 static bool flush(struct audit *audit)
 {
-  if (!audit_file_flush(&audit->file)) {
-    complain(audit, "cannot write");
-    return false;
-  }
+  bool ok = audit_file_flush(&audit->file);
+  if (!ok) complain(audit, "cannot write");
+  metrics_set_audit(audit->metrics, ok);
+  if (!ok) return false;
   metrics_add(audit->metrics, METRICS_AUDIT_LINES, audit->n_added);
   audit->is_dirty |= audit->n_added > 0;
   audit->n_added = 0;
@@ -226,6 +226,7 @@ enum sits_status audit_open(const struct audit_options *options, struct metrics 
     return status;
   }
   audit->options.path = audit->file.path;
+  metrics_set_audit(metrics, true); /* the begin line is written */
   blob_queue_init(&audit->queue, (size_t)options->queue_bytes);
   int failed = pthread_create(&audit->thread, NULL, writer_main, audit);
   if (failed) {

@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 #include <stdbool.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/buf.h"
@@ -26,6 +27,15 @@ static bool has_kind(const char *line, size_t n_bytes, const char *kind)
   return at && (size_t)(line + n_bytes - at) > 10 + n && !memcmp(at + 10, kind, n) && at[10 + n] == '"';
 }
 
+/* What a right chain tells of lines that are not in it. */
+static void note_gaps(struct chain *chain, const char *line, size_t n_bytes)
+{
+  static const char member[] = "\"lines\":";
+  chain->report->n_not_closed += chain->has_link && !chain->ends && has_kind(line, n_bytes, "begin");
+  const char *at = has_kind(line, n_bytes, "lost") ? memmem(line, n_bytes, member, sizeof member - 1) : NULL;
+  if (at) chain->report->n_lost += strtoull(at + sizeof member - 1, NULL, 10); /* ends at the hash, which every line has */
+}
+
 static enum sits_status check_line(struct chain *chain, const char *path, int64_t number, const char *line, size_t n_bytes,
                                    struct sits_error *err)
 {
@@ -44,6 +54,7 @@ static enum sits_status check_line(struct chain *chain, const char *path, int64_
   if (chain->has_link && strcmp(prev, chain->link.hash)) BAD("%s: line %" PRId64 " does not follow the line before it", path, number);
   if (number == 1 && !has_kind(line, n_bytes, "begin")) BAD("%s: line 1 is no begin line: lines before it were removed", path);
 #undef BAD
+  note_gaps(chain, line, n_bytes);
   chain->link.seq = seq;
   memcpy(chain->link.hash, hash, sizeof hash);
   chain->ends = has_kind(line, n_bytes, "end");

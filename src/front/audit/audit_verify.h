@@ -11,6 +11,9 @@ struct audit_report {
   int64_t n_files, n_lines;      /* read and right */
   uint64_t first_seq, last_seq;
   char last_hash[65];            /* of the newest line */
+  uint64_t n_lost;               /* lines that never were: the sum of what the chain's own `lost` lines tell */
+  int64_t n_not_closed;          /* begin lines without an end line before them: after a crash, or a stop with a full disk, lines may be
+                                    missing that nobody counted */
 };
 
 /* Verify files in the order in which they were written: a file's first line must follow the last one of the file before. Checked: every

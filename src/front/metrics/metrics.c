@@ -60,6 +60,7 @@ struct metrics {
   struct metrics_gpu *gpu;                             /* [init] NULL: none */
   struct metrics_memory memory;                        /* [init] written before has_memory */
   atomic_bool has_memory;                              /* [atomic] */
+  atomic_bool has_audit, is_audit_writing;             /* [atomic] */
   char label[LABEL_BYTES];                             /* [init] model_name="..." with escapes */
 };
 
@@ -91,6 +92,12 @@ void metrics_set_memory(struct metrics *metrics, const struct metrics_memory *me
 {
   metrics->memory = *memory;
   atomic_store(&metrics->has_memory, true);
+}
+
+void metrics_set_audit(struct metrics *metrics, bool is_writing)
+{
+  atomic_store(&metrics->is_audit_writing, is_writing);
+  atomic_store(&metrics->has_audit, true);
 }
 
 void metrics_request(struct metrics *metrics, const struct api_record *record) { metrics_requests_take(metrics->requests, record); }
@@ -340,6 +347,9 @@ void metrics_render(struct metrics *m, const struct metrics_now *now, struct buf
   } else {
     render_gauges(m, &none, out); /* routers read these while the model loads */
   }
+  if (atomic_load(&m->has_audit))
+    gauge(m, out, "audit_writing", "1 while lines of the audit log get to the disk, 0 since a write failed.",
+          atomic_load(&m->is_audit_writing));
   gauge(m, out, "http_requests_in_flight", "HTTP requests being served.", (double)now->n_in_flight);
   for (int i = 0; i < METRICS_COUNTER_COUNT; i++) {
     const struct counter_row *row = &counter_rows[i];

@@ -625,6 +625,8 @@ static void test_full_queue_loses_lines_counts_and_tells(void **state)
   int64_t told = 0;
   for (const char *at = bytes; (at = strstr(at, "\"kind\":\"lost\"")); at++) told += atoll(strstr(at, "\"lines\":") + 8);
   assert_int_equal(told, n_lost);
+  assert_int_equal(report.n_lost, n_lost);
+  assert_int_equal(report.n_not_closed, 0);
   assert_int_equal(counter(log, METRICS_AUDIT_LINES) + n_lost, 5001);
   free(bytes);
 }
