@@ -180,6 +180,24 @@ def failure(call):
     return caught.value.code().name, dict(caught.value.trailing_metadata()), caught.value.details()
 
 
+def test_grpc_keys_are_looked_at_before_a_message_is_sent(server):
+    """A client whose message never comes is told at once that its key is none; before, the call waited for the message."""
+    never = threading.Event()
+
+    def messages():
+        never.wait(120)
+        yield from ()
+    for key, want in (("nobody", "UNAUTHENTICATED"), ("scraper", "PERMISSION_DENIED")):
+        headers = [("authorization", f"Bearer {KEYS.get(key, 'x' * 30)}")]
+        with channel(server) as ch:
+            for method in ("Generate", "ChatStream", "GetModel"):
+                call = ch.stream_stream(f"/sits2026.v1.Inference/{method}")(messages(), metadata=headers, timeout=60)
+                with pytest.raises(grpc.RpcError) as caught:
+                    next(call)
+                assert caught.value.code().name == want
+    never.set()
+
+
 def test_requests_per_minute_and_the_headers(server):
     spend(server)
     status, headers, data = server.get("/v1/models", bearer("spent"))

@@ -1,7 +1,8 @@
 /* One call: armed, begun, answered, ended. The pattern is that of gRPC's C core: every batch has a tag, every tag that is out holds a
  * reference, and the last reference frees the call.
  *
- * States: ARMED (waits for a client) -> BEGUN (on_new) -> sending: one batch in flight, further messages in the list -> status sent ->
+ * States: ARMED (waits for a client) -> BEGUN (on_new: metadata only) -> READ (on_payload: its message, which is asked for once its key is
+ * known) -> sending: one batch in flight, further messages in the list -> status sent ->
  * close tag -> last reference. The close tag may come at any time after BEGUN (the client left, its deadline passed). */
 #include <grpc/support/alloc.h>
 #include <grpc/support/log.h>
@@ -19,6 +20,7 @@
 #define TAKEN_BACK_US 100000 /* a call that its client ends sooner is taken back */
 
 static void on_new(struct rpc *rpc, bool ok);
+static void on_payload(struct rpc *rpc, bool ok);
 static void on_close(struct rpc *rpc, bool ok);
 static void on_write(struct rpc *rpc, bool ok);
 static void on_kick(struct rpc *rpc, bool ok);
@@ -35,6 +37,7 @@ static void prepare(struct rpc *rpc, struct rpc_server *server, int queue, const
   grpc_metadata_array_init(&rpc->metadata);
   grpc_call_details_init(&rpc->details);
   rpc->new_tag = (struct rpc_tag){on_new, rpc};
+  rpc->read_tag = (struct rpc_tag){on_payload, rpc};
   rpc->close_tag = (struct rpc_tag){on_close, rpc};
   rpc->write_tag = (struct rpc_tag){on_write, rpc};
   rpc->kick_tag = (struct rpc_tag){on_kick, rpc};
@@ -61,7 +64,7 @@ static bool arm(struct rpc *rpc)
   RPC_TAG_OUT(&rpc->new_tag);
   grpc_call_error error =
     rpc->method ? grpc_server_request_registered_call(server->core, server->handles[rpc->method - rpc_methods], &rpc->call, &rpc->deadline,
-                                                      &rpc->metadata, rpc->method->request ? &rpc->payload : NULL, cq, cq, &rpc->new_tag)
+                                                      &rpc->metadata, NULL, cq, cq, &rpc->new_tag)
                 : grpc_server_request_call(server->core, &rpc->call, &rpc->details, &rpc->metadata, cq, cq, &rpc->new_tag);
   if (error) log_error("grpc", "a call could not be armed: %s", grpc_call_error_to_string(error));
   return !error;
@@ -128,7 +131,7 @@ static void observe(const struct rpc *rpc)
                               .is_public = method && !method->roles, .kind = method ? method->kind : 0, .code = sent_code(rpc),
                               .status = rpc->has_sent_status ? rpc->status : SITS_CANCELLED,
                               .client_left = rpc->is_cancelled && !rpc->has_sent_status, .started_unix_us = rpc->started_unix_us,
-                              .started_us = rpc->started_us, .received_us = rpc->started_us, .ended_us = rpc->ended_us,
+                              .started_us = rpc->started_us, .received_us = rpc->received_us, .ended_us = rpc->ended_us,
                               .parent = &rpc->parent};
   if (rpc->api_call) api_record_call(&record, rpc->api_call);
   api_observe(rpc->server->api, &record);
@@ -437,6 +440,28 @@ static void begin(struct rpc *rpc)
   GPR_ASSERT(!error); /* a fresh call takes its first batch, or the library is broken */
 }
 
+/* Decide on key, quota, role, method and drain, in this order, before any of the message is read. */
+static enum sits_status check_head(struct rpc *rpc, struct sits_error *err)
+{
+  enum sits_status status = check_access(rpc, err);
+  if (status) return status;
+  if (!rpc->method) return sits_fail(err, SITS_METHOD_NOT_ALLOWED, "there is no such method");
+  if (rpc->method->is_slow && !api_is_admitting(rpc->server->api))
+    return sits_fail(err, SITS_UNAVAILABLE, "the server is shutting down");
+  return SITS_OK;
+}
+
+/* Until a message is asked for, the library takes no more of it than a stream's window. */
+static void ask_payload(struct rpc *rpc)
+{
+  grpc_op op = {.op = GRPC_OP_RECV_MESSAGE};
+  op.data.recv_message.recv_message = &rpc->payload;
+  rpc_ref(rpc);
+  RPC_TAG_OUT(&rpc->read_tag);
+  grpc_call_error error = grpc_call_start_batch(rpc->call, &op, 1, &rpc->read_tag, NULL);
+  GPR_ASSERT(!error); /* the first of its kind on this call */
+}
+
 static void on_new(struct rpc *rpc, bool ok)
 {
   if (!ok) { /* the server stops; nothing began */
@@ -445,19 +470,25 @@ static void on_new(struct rpc *rpc, bool ok)
   }
   rpc->owes_arm = !arm_successor(rpc->server, rpc->queue, rpc->method);
   begin(rpc);
-  if (rpc->method && rpc->method->request && !rpc->payload) rpc_accept_taken_back(rpc->server, rpc->fd);
   struct sits_error err = {0};
-  enum sits_status status = check_access(rpc, &err);
-  if (status) {
-    rpc_fail(rpc, status, &err);
-  } else if (!rpc->method) {
-    (void)sits_fail(&err, SITS_METHOD_NOT_ALLOWED, "there is no such method");
-    rpc_fail(rpc, SITS_METHOD_NOT_ALLOWED, &err);
+  enum sits_status status = check_head(rpc, &err);
+  if (status) rpc_fail(rpc, status, &err);
+  else if (rpc->method->request) ask_payload(rpc);
+  else rpc_run(rpc);
+  rpc_unref(rpc);
+}
+
+static void on_payload(struct rpc *rpc, bool ok)
+{
+  struct sits_error err = {0};
+  rpc->received_us = clock_monotonic_us();
+  if (!rpc->payload) rpc_accept_taken_back(rpc->server, rpc->fd);
+  pthread_mutex_lock(&rpc->mutex);
+  bool is_closed = rpc->is_closed;
+  pthread_mutex_unlock(&rpc->mutex);
+  if (is_closed || !ok) { /* the close tag tells */
   } else if (!rpc->method->is_slow) {
     rpc_run(rpc);
-  } else if (!api_is_admitting(rpc->server->api)) {
-    (void)sits_fail(&err, SITS_UNAVAILABLE, "the server is shutting down");
-    rpc_fail(rpc, SITS_UNAVAILABLE, &err);
   } else if (!rpc_work_push(rpc)) {
     (void)sits_fail(&err, SITS_QUEUE_FULL, "too many requests are waiting to be read");
     rpc_fail(rpc, SITS_QUEUE_FULL, &err);

@@ -65,7 +65,7 @@ struct rpc {
   grpc_call *call;                     /* [init] once it has begun */
   grpc_call_details details;           /* [queue] of unknown methods */
   grpc_metadata_array metadata;        /* [queue] the client's; its slices live as long as the call */
-  grpc_byte_buffer *payload;           /* [queue] then [worker] */
+  grpc_byte_buffer *payload;           /* [queue] then [worker]; written by the library before the read tag */
   int64_t n_payload_bytes;             /* [queue] then [worker] counted in the server's budget */
   gpr_timespec deadline;               /* [queue] the library enforces it */
   int is_cancelled;                    /* [queue] written by the library before the close tag */
@@ -79,6 +79,7 @@ struct rpc {
   int fd;                              /* [init] its connection's, where we accepted it; else -1 */
   struct api_trace_parent parent;      /* [init] */
   int64_t started_us, started_unix_us; /* [init] */
+  int64_t received_us;                 /* [queue] its message is here, 0: not yet */
   int64_t ended_us;                    /* [queue] */
 
   pthread_mutex_t mutex;

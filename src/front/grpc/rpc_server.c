@@ -81,10 +81,8 @@ static void create_core(struct rpc_server *server)
     server->queues[q].cq = grpc_completion_queue_create_for_next(NULL);
     grpc_server_register_completion_queue(server->core, server->queues[q].cq, NULL);
   }
-  for (int m = 0; m < rpc_n_methods; m++)
-    server->handles[m] =
-      grpc_server_register_method(server->core, rpc_methods[m].path, NULL,
-                                  rpc_methods[m].request ? GRPC_SRM_PAYLOAD_READ_INITIAL_BYTE_BUFFER : GRPC_SRM_PAYLOAD_NONE, 0);
+  for (int m = 0; m < rpc_n_methods; m++) /* no method reads its message before its key is known */
+    server->handles[m] = grpc_server_register_method(server->core, rpc_methods[m].path, NULL, GRPC_SRM_PAYLOAD_NONE, 0);
 }
 
 static enum sits_status start_queues(struct rpc_server *server, struct sits_error *err)
