@@ -14,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "sits2026/kv_page.h"
 #include "sits2026/status.h"
 
 #define BACKEND_ABI 1
@@ -21,7 +22,6 @@
 #define BACKEND_MAX_RANKS 8
 #define BACKEND_COMPRESS_TOKENS 256
 #define BACKEND_COMPRESS_GROUP 128 /* columns with one scale */
-#define KV_NO_PAGE (-1)            /* in a block table: the page is not whole any more; heads may still have its block (backend_blocks) */
 #define KV_GIVEN_ONE 65536         /* unit of backend_blocks.given: one query head gives all its attention to one token */
 
 struct backend;                    /* an open device */
@@ -79,7 +79,7 @@ struct backend_sample {
  * layer and head may lie at any number. Rows of the arrays are entries of the block table, columns layer * G + head. */
 struct backend_blocks {
   const int32_t *numbers;          /* [entries][L*G] of entries that are KV_NO_PAGE: where layer and head find their block of that page, or
-                                      -1: nobody attends to it any more. NULL: the table has no such entry */
+                                      KV_NO_PAGE: nobody attends to it any more. NULL: the table has no such entry */
   _Atomic uint64_t *given;         /* [entries][L*G] NULL: not wanted. For each token and query head of a kv head: the squares of its
                                       attention to the block's tokens, summed and rounded to units of 1/KV_GIVEN_ONE, are added by the time
                                       wait returns; only for entries that lie `nearest` pages or more before the token's own */

@@ -9,7 +9,7 @@
  *   host    page-sized places in host memory that swapped sequences rest in.
  *   block   what a page holds of one kv head in one layer; its number is page * n_columns + layer * heads + head (a column).
  *   budget  most pages that a sequence may hold; a page's worth of its blocks is dropped when it would need more (kv_sparse.h).
- *   mixed   page of a sequence under a budget that holds what is left of several: its blocks lie anywhere, its entries are KV_DROPPED.
+ *   mixed   page of a sequence under a budget that holds what is left of several: its blocks lie anywhere, its entries are KV_NO_PAGE.
  *
  * Rules (checked by kv_check)
  *   1. free + cached + referenced = total.
@@ -51,7 +51,7 @@ struct kv_move { int32_t from_page, to_page; };
 
 /* What a backend needs to know about a sequence under a budget. Rows are entries of the block table. */
 struct kv_blocks {
-  const int32_t *numbers;   /* [table][n_columns] of dropped entries: where the block lies, KV_DROPPED: it is gone; NULL: none is dropped */
+  const int32_t *numbers;   /* [table][n_columns] of dropped entries: where the block lies, KV_NO_PAGE: it is gone; NULL: none is dropped */
   _Atomic uint64_t *given;  /* [table][n_columns] squares of attention that blocks get, to be added to before kv_commit ... */
   int32_t nearest;          /* ... by queries so many pages behind the block's, or more */
 };
@@ -109,7 +109,7 @@ int32_t kv_swap_next(const struct kv *kv, int32_t place);   /* the place after t
 void kv_swap_free(struct kv *kv, struct kv_swapped *swapped); /* after copying back, or when the sequence died; head becomes -1 */
 
 int32_t kv_tokens(const struct kv *kv, int32_t slot);        /* committed */
-/* Length of the slot's table; *pages borrowed until the next call that changes it. With a budget some entries may be KV_DROPPED. */
+/* Length of the slot's table; *pages borrowed until the next call that changes it. With a budget some entries may be KV_NO_PAGE. */
 int32_t kv_pages(const struct kv *kv, int32_t slot, const int32_t **pages);
 int32_t kv_held(const struct kv *kv, int32_t slot);          /* pages: entries of the table that are not dropped, and mixed ones */
 int32_t kv_available(const struct kv *kv);                   /* free + cached pages */

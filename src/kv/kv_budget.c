@@ -49,7 +49,7 @@ int32_t kv_budget_extra(const struct kv *kv, int32_t slot)
   const int32_t *table = kv_table(kv, slot), last = entry_to_free(kv, slot);
   int32_t n = -(kv->pages[table[last]].n_refs == 1);
   for (int32_t k = 0; k < kv->slots[slot].n_mixed; k++) n += kv->pages[kv_mixed(kv, slot)[k]].n_refs > 1;
-  for (int32_t i = 1; i < last; i++) n += table[i] != KV_DROPPED && kv->pages[table[i]].n_refs > 1;
+  for (int32_t i = 1; i < last; i++) n += table[i] != KV_NO_PAGE && kv->pages[table[i]].n_refs > 1;
   return n;
 }
 
@@ -68,10 +68,10 @@ static int32_t break_up(struct kv *kv, int32_t slot, int32_t last)
   const int32_t n_columns = kv->options.n_columns, freed = kv_table(kv, slot)[last];
   for (int32_t i = 1; i <= last; i++) {
     int32_t *page = &kv_table(kv, slot)[i], *number = kv_numbers(kv, slot) + (int64_t)i * n_columns;
-    if (*page == KV_DROPPED) continue;
+    if (*page == KV_NO_PAGE) continue;
     for (int32_t c = 0; c < n_columns; c++) number[c] = *page * n_columns + c;
     if (i < last) kv_mixed(kv, slot)[s->n_mixed++] = *page;
-    *page = KV_DROPPED;
+    *page = KV_NO_PAGE;
     s->n_dropped++;
   }
   return freed;
@@ -91,7 +91,7 @@ static void unshare(struct kv *kv, int32_t slot, int32_t last)
   if (n_shared == 0) return;
   int32_t *number = kv_numbers(kv, slot) + n_columns, *end = number + (int64_t)last * n_columns;
   for (; number < end; number++) {
-    if (*number == KV_DROPPED) continue;
+    if (*number == KV_NO_PAGE) continue;
     const int32_t own = own_of[*number / n_columns];
     if (own >= 0) copy_block(kv, slot, number, own * n_columns + *number % n_columns);
   }
@@ -112,9 +112,9 @@ static void close_ranks(struct kv *kv, int32_t slot, int32_t last, int32_t freed
   uint8_t *is_used = kv->budget.is_used;
   int32_t *first = kv_numbers(kv, slot) + n_columns, *end = first + (int64_t)last * n_columns, k = 0, c = 0;
   for (const int32_t *number = first; number < end; number++)
-    if (*number != KV_DROPPED) is_used[*number] = 1;
+    if (*number != KV_NO_PAGE) is_used[*number] = 1;
   for (int32_t *number = first; number < end; number++) {
-    if (*number == KV_DROPPED || *number / n_columns != freed) continue;
+    if (*number == KV_NO_PAGE || *number / n_columns != freed) continue;
     is_used[*number] = 0;
     while (is_used[mixed[k] * n_columns + c]) {
       if (++c < n_columns) continue;

@@ -23,7 +23,7 @@ static void check_blocks(const struct kv *kv, int32_t slot, int32_t *n_named, ui
   for (int32_t k = 0; k < s->n_mixed; k++) n_named[mixed[k]]++;
   for (int32_t i = 0; i < s->n_pages; i++)
     for (int32_t c = 0; c < n_columns; c++, number++) {
-      if (kv_table(kv, slot)[i] != KV_DROPPED || *number == KV_DROPPED) continue;
+      if (kv_table(kv, slot)[i] != KV_NO_PAGE || *number == KV_NO_PAGE) continue;
       int32_t k = 0;
       while (k < s->n_mixed && mixed[k] != *number / n_columns) k++;
       require(*number >= 0 && k < s->n_mixed, "a block that is left lies in a mixed page", slot);
@@ -47,7 +47,7 @@ static void check_tables(const struct kv *kv, int32_t *n_named)
     require(s->n_indexed <= s->n_tokens / KV_TOKENS, "only full pages are indexed", slot);
     for (int32_t i = 0; i < s->n_pages; i++) {
       int32_t page = kv_table(kv, slot)[i];
-      if (page == KV_DROPPED) {
+      if (page == KV_NO_PAGE) {
         require(i > 0 && i < s->n_tokens / KV_TOKENS, "only whole pages behind the first are dropped", slot);
         n_dropped++;
         continue;

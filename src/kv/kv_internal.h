@@ -23,7 +23,7 @@ struct kv_slot {
   int32_t n_indexed;         /* leading pages that are in the index, or whose twin is */
   uint64_t last_serial;      /* of the entry that stands for page n_indexed - 1 */
   struct kv_owner owner;
-  int32_t n_dropped;         /* entries of its table that are KV_DROPPED */
+  int32_t n_dropped;         /* entries of its table that are KV_NO_PAGE */
   int32_t n_mixed;           /* pages that hold what is left of them */
   int32_t n_copies;          /* of blocks, by the newest kv_reserve */
 };

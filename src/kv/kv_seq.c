@@ -142,7 +142,7 @@ enum sits_status kv_fork(struct kv *kv, int32_t slot, int32_t *out)
   kv->slots[twin] = *from;
   memcpy(kv_table(kv, twin), kv_table(kv, slot), (size_t)from->n_pages * sizeof(int32_t));
   for (int32_t i = 0; i < from->n_pages; i++)
-    if (kv_table(kv, twin)[i] != KV_DROPPED) kv_page_ref(kv, kv_table(kv, twin)[i]);
+    if (kv_table(kv, twin)[i] != KV_NO_PAGE) kv_page_ref(kv, kv_table(kv, twin)[i]);
   if (kv->options.page_budget > 0) kv_budget_fork(kv, slot, twin);
   *out = twin;
   return SITS_OK;
@@ -155,7 +155,7 @@ void kv_close(struct kv *kv, int32_t slot)
   /* From the tail, so that a prefix outlives what was built on it. */
   while (s->n_pages > 0) {
     int32_t page = kv_table(kv, slot)[--s->n_pages];
-    if (page != KV_DROPPED) kv_page_unref(kv, page);
+    if (page != KV_NO_PAGE) kv_page_unref(kv, page);
   }
   if (kv->options.page_budget > 0) kv_budget_close(kv, slot);
   s->is_open = false;

@@ -30,14 +30,14 @@ void kv_sparse_drop(const _Atomic uint64_t *given, int32_t *numbers, int32_t n_c
   const int64_t first = n_columns, end = (int64_t)(n_pages - KV_NEWEST_KEPT) * n_columns;
   int32_t n_left = 0, n_below;
   for (int64_t i = first; i < end; i++)
-    if (numbers[i] != KV_DROPPED)
+    if (numbers[i] != KV_NO_PAGE)
       scratch[n_left++] = worth(atomic_load_explicit(&given[i], memory_order_relaxed), (int32_t)(i / n_columns), n_pages);
   const uint32_t most = nth_smallest(scratch, n_left, n_drop, &n_below);
   int32_t n_equal = n_drop - n_below;
   for (int64_t i = first, k = 0; i < end; i++) {
-    if (numbers[i] == KV_DROPPED) continue;
+    if (numbers[i] == KV_NO_PAGE) continue;
     const uint32_t x = scratch[k++];
-    if (x < most || (x == most && n_equal-- > 0)) numbers[i] = KV_DROPPED;
+    if (x < most || (x == most && n_equal-- > 0)) numbers[i] = KV_NO_PAGE;
   }
 }
 

@@ -23,13 +23,14 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "sits2026/kv_page.h"
+
 #define KV_NEWEST_KEPT 4     /* whole pages */
 #define KV_LEAST_BUDGET 8    /* pages: the first, the newest, the one being filled, and some to choose from */
-#define KV_DROPPED (-1)      /* in a block table: not whole any more; as a block's number: gone */
 
 /* Drop the n_drop blocks that are worth least of entries 1..n_entries-1 of a sequence with n_pages whole pages, n_entries = n_pages -
  * KV_NEWEST_KEPT; of equals the older, then the lower column. given: [n_pages][n_columns] what blocks got; numbers: [n_pages][n_columns]
- * where they lie, KV_DROPPED where they are gone; scratch: as many elements as blocks are left. */
+ * where they lie, KV_NO_PAGE where they are gone; scratch: as many elements as blocks are left. */
 void kv_sparse_drop(const _Atomic uint64_t *given, int32_t *numbers, int32_t n_columns, int32_t n_pages, int32_t n_drop, uint32_t *scratch);
 
 /* Most tokens that a sequence of n_tokens may have after its next step under a budget of pages of page_tokens each. */

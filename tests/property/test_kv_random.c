@@ -59,10 +59,10 @@ static struct block *block_of(struct world *w, const struct sequence *s, int32_t
   const int32_t *pages;
   struct kv_blocks blocks;
   kv_pages(w->kv, s->slot, &pages);
-  if (pages[entry] != KV_DROPPED) return &w->memory[pages[entry]][column];
+  if (pages[entry] != KV_NO_PAGE) return &w->memory[pages[entry]][column];
   kv_blocks(w->kv, s->slot, &blocks);
   const int32_t number = blocks.numbers[entry * COLUMNS + column];
-  return number == KV_DROPPED ? NULL : &w->memory[0][0] + number;
+  return number == KV_NO_PAGE ? NULL : &w->memory[0][0] + number;
 }
 
 static void expect_content(struct world *w, const struct sequence *s)

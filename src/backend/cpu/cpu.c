@@ -78,7 +78,7 @@ static bool has_blocks(const struct backend_kv *kv, const struct backend_blocks 
   const int64_t n_blocks = (int64_t)kv->geometry.n_pages * n;
   if (blocks == NULL || blocks->numbers == NULL) return false;
   for (const int32_t *number = blocks->numbers + (int64_t)entry * n, *end = number + n; number < end; number++)
-    if (*number < -1 || *number >= n_blocks) return false;
+    if (*number != KV_NO_PAGE && (*number < 0 || *number >= n_blocks)) return false;
   return true;
 }
 

@@ -103,7 +103,7 @@ static const unsigned char *block_of(const struct item *it, int32_t entry)
 {
   if (it->table[entry] != KV_NO_PAGE) return cpu_kv_block(it->kv, it->table[entry], it->layer, it->head);
   const int32_t number = it->blocks->numbers[element_of(it, entry)];
-  return number < 0 ? NULL : cpu_kv_numbered(it->kv, number);
+  return number == KV_NO_PAGE ? NULL : cpu_kv_numbered(it->kv, number);
 }
 
 /* Scores of the n tokens of the page that begins at `position`; the rows' own group, where the codec has such, comes from its tile. */

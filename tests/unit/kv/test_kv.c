@@ -240,9 +240,9 @@ static void test_budget_drops_the_least_blocks(void **state)
   assert_int_equal(copies[0][0], third * 2 + 1);
   assert_int_equal(copies[0][1], second * 2 + 1);
   kv_blocks(kv, slot, &blocks);
-  const int32_t want[3][2] = {{first * 2, first * 2 + 1}, {second * 2, KV_DROPPED}, {KV_DROPPED, second * 2 + 1}};
+  const int32_t want[3][2] = {{first * 2, first * 2 + 1}, {second * 2, KV_NO_PAGE}, {KV_NO_PAGE, second * 2 + 1}};
   assert_memory_equal(blocks.numbers + 2, want, sizeof want);
-  for (int i = 0; i < 9; i++) assert_int_equal(pages[i] == KV_DROPPED, i >= 1 && i <= 3);
+  for (int i = 0; i < 9; i++) assert_int_equal(pages[i] == KV_NO_PAGE, i >= 1 && i <= 3);
   assert_int_equal(kv_held(kv, slot), 8);
   kv_commit(kv, slot, tokens + 512, 64);
   expect_counts(kv, 12, 0, 8);
