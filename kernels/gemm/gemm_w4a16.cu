@@ -18,7 +18,9 @@
  * Limits: T <= 16, sm_90 (bulk copies). Any rows and cols; cols padded with zero scales.
  * Cost: rows*cols*0.516 bytes (G128) or 0.625 (G32M); bound by device memory for T <= 8, by shared memory reads of x at 16.
  * History: split-K over CTAs through memory: 2.4-4.1 us tails, dropped. x read by all warps from global memory: 2-3.8 us under prefetch
- *   traffic instead of 0.7-1.1, dropped. Dequantisation with a multiply per weight: 11 % slower at one token, dropped.
+ *   traffic instead of 0.7-1.1, dropped. Dequantisation with a multiply per weight: 11 % slower at one token, dropped. A finisher that
+ *   takes one token a lane: 64 loads a tile of eight tokens instead of 16, 1,000 to 2,000 cycles at a kernel's end. Partial tiles handed
+ *   over by a named barrier: gate_up at one token 17.7 us where another run had 16.8, not kept.
  * Links: twin ref_w4_gemm (tests/gpu/gpu_ref.c), test tests/gpu/test_gemm_w4.c, bench sits2026-bench kernels.
  */
 #include "common/launch.cuh"
@@ -232,70 +234,95 @@ template <int M> SITS_DEV float norm_factor(const params &p, int lane) {
 
 SITS_DEV __half saturated_half(float v) { return __float2half_rn(fminf(fmaxf(v, -65504.f), 65504.f)); }
 
+/* WIDE values side by side of all consumers' partial tiles, added in their order. */
+template <int WIDE, int STRIDE> SITS_DEV void add_partial(float (&sum)[WIDE], uint32_t at) {
+#pragma unroll
+  for (int i = 0; i < WIDE; i++) sum[i] = 0.f;
+#pragma unroll
+  for (int k = 0; k < CONSUMERS; k++) {
+    if constexpr (WIDE == 4) {
+      const uint4 v = lds128(at + k * STRIDE);
+      sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y), sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+    } else
+      sum[0] += lds_f32(at + k * STRIDE);
+  }
+}
+
+/* Outputs of a tile, which a lane takes WIDE tokens of a row at a time: rows lie side by side in memory, tokens in the partial tiles. */
 template <int M, int MT, int FORMAT> SITS_DEV void finish(const params &p, const smem_map &s, int tile0, int n_local) {
   using C = shape<M, MT, FORMAT>;
-  constexpr int ROWS = C::ROWS, VALUES = (ROWS * M + 31) / 32;
-  const int lane = threadIdx.x & 31;
-  const float factor = norm_factor<M>(p, lane);
+  constexpr int ROWS = C::ROWS, WIDE = M >= 8 ? 4 : 1, LANES = M / WIDE, STEP = 32 / LANES; /* lanes a row, rows a turn */
+  constexpr int TURNS = (ROWS + STEP - 1) / STEP, PAIR_TURNS = (ROWS / 2 + STEP - 1) / STEP, STRIDE = ROWS * M * 4;
+  const int lane = threadIdx.x & 31, n0 = lane % LANES * WIDE;
+  const float own = norm_factor<M>(p, lane);
+  float factor[WIDE];
+#pragma unroll
+  for (int i = 0; i < WIDE; i++) factor[i] = __shfl_sync(~0u, own, n0 + i);
   int red = 0;
   uint32_t parity = 0;
   for (int tile = 0; tile < n_local; tile++) {
     const int row0 = (tile0 + tile) * ROWS;
-    const uint32_t r = s.red + red * C::RED;
+    const uint32_t r = s.red + red * C::RED + n0 * 4;
     if (p.output == K_OUT_SWIGLU) {
       bar_wait(s.red_full + red * 8, parity);
 #pragma unroll
-      for (int z = 0; z < (VALUES + 1) / 2; z++) {
-        int v = lane + z * 32, n = v % M, o = v / M, r0 = (o >> 3) * 16 + (o & 7);
-        if (o >= ROWS / 2) continue;
-        float gate = 0.f, up = 0.f;
+      for (int z = 0; z < PAIR_TURNS; z++) {
+        const int o = lane / LANES + z * STEP, r0 = (o >> 3) * 16 + (o & 7);
+        if (o >= ROWS / 2 || row0 + r0 >= p.rows) continue;
+        float gate[WIDE], up[WIDE];
+        add_partial<WIDE, STRIDE>(gate, r + r0 * M * 4);
+        add_partial<WIDE, STRIDE>(up, r + (r0 + 8) * M * 4);
 #pragma unroll
-        for (int k = 0; k < CONSUMERS; k++) {
-          gate += lds_f32(r + ((k * ROWS + r0) * M + n) * 4);
-          up += lds_f32(r + ((k * ROWS + r0 + 8) * M + n) * 4);
+        for (int i = 0; i < WIDE; i++) {
+          const float g = gate[i] * factor[i], u = up[i] * factor[i];
+          if (n0 + i < p.n_tokens) p.next[k_frag_index(M, row0 / 2 + o, n0 + i)] = saturated_half(g / (1.f + __expf(-g)) * u);
         }
-        gate *= factor, up *= factor;
-        int col = row0 / 2 + o;
-        if (row0 + r0 < p.rows && n < p.n_tokens) p.next[k_frag_index(M, col, n)] = saturated_half(gate / (1.f + __expf(-gate)) * up);
       }
     } else {
       /* Everything the epilogue reads is fetched before the sums are ready: a load behind a store would wait for it. */
-      float h[VALUES], gain[VALUES], square = 0.f;
+      float h[TURNS][WIDE], gain[TURNS], square[WIDE] = {};
 #pragma unroll
-      for (int z = 0; z < VALUES; z++) {
-        const int v = lane + z * 32, n = v % M, row = row0 + v / M;
-        const bool exists = row < p.rows && v / M < ROWS;
-        h[z] = p.bias && exists ? __ldg(p.bias + row) : 0.f;
-        gain[z] = 0.f;
-        if (p.output == K_OUT_RESIDUAL && exists && n < p.n_tokens) {
-          h[z] += __ldcg((const float *)p.y + (size_t)n * p.ld + row);
-          gain[z] = __ldg(p.gain + row);
+      for (int z = 0; z < TURNS; z++) {
+        const int lr = lane / LANES + z * STEP, row = row0 + lr;
+        const bool exists = row < p.rows && lr < ROWS;
+        gain[z] = p.output == K_OUT_RESIDUAL && exists ? __ldg(p.gain + row) : 0.f;
+#pragma unroll
+        for (int i = 0; i < WIDE; i++) {
+          h[z][i] = p.bias && exists ? __ldg(p.bias + row) : 0.f;
+          if (p.output == K_OUT_RESIDUAL && exists && n0 + i < p.n_tokens)
+            h[z][i] += __ldcg((const float *)p.y + (size_t)(n0 + i) * p.ld + row);
         }
       }
       bar_wait(s.red_full + red * 8, parity);
 #pragma unroll
-      for (int z = 0; z < VALUES; z++) {
-        int v = lane + z * 32, n = v % M, lr = v / M, row = row0 + lr;
-        if (lr >= ROWS) continue;
-        float sum = 0.f;
+      for (int z = 0; z < TURNS; z++) {
+        const int lr = lane / LANES + z * STEP, row = row0 + lr;
+        if (lr >= ROWS || row >= p.rows) continue;
+        float sum[WIDE];
+        add_partial<WIDE, STRIDE>(sum, r + lr * M * 4);
 #pragma unroll
-        for (int k = 0; k < CONSUMERS; k++) sum += lds_f32(r + ((k * ROWS + lr) * M + n) * 4);
-        if (row >= p.rows || n >= p.n_tokens) continue;
-        sum = sum * factor + h[z];
-        const size_t at = (size_t)n * p.ld + row;
-        if (p.output == K_OUT_F16)
-          ((__half *)p.y)[at] = saturated_half(sum);
-        else
-          ((float *)p.y)[at] = sum;
-        if (p.output == K_OUT_RESIDUAL) {
-          p.next[k_frag_index(M, row, n)] = saturated_half(sum * gain[z]);
-          square += sum * sum;
+        for (int i = 0; i < WIDE; i++) {
+          const int n = n0 + i;
+          const size_t at = (size_t)n * p.ld + row;
+          const float y = sum[i] * factor[i] + h[z][i];
+          if (n >= p.n_tokens) continue;
+          if (p.output == K_OUT_F16)
+            ((__half *)p.y)[at] = saturated_half(y);
+          else
+            ((float *)p.y)[at] = y;
+          if (p.output == K_OUT_RESIDUAL) {
+            p.next[k_frag_index(M, row, n)] = saturated_half(y * gain[z]);
+            square[i] += y * y;
+          }
         }
       }
       if (p.output == K_OUT_RESIDUAL) {
 #pragma unroll
-        for (int d = 16; d >= M; d >>= 1) square += __shfl_xor_sync(~0u, square, d);
-        if (lane < M) p.ssq[(tile0 + tile) * M + lane] = square;
+        for (int i = 0; i < WIDE; i++) {
+#pragma unroll
+          for (int d = 16; d >= LANES; d >>= 1) square[i] += __shfl_xor_sync(~0u, square[i], d);
+          if (lane < LANES) p.ssq[(tile0 + tile) * M + n0 + i] = square[i];
+        }
       }
     }
     __syncwarp();
