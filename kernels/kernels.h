@@ -26,6 +26,7 @@ extern "C" {
 #define K_MAX_DECODE_TOKENS 16     /* largest T of the mma.sync 4-bit GEMM */
 #define K_MAX_GQA 8                /* largest H/G of the tensor-core decode attention */
 #define K_MAX_DECODE_SEQS 1024     /* largest S of it */
+#define K_MAX_FEW_SEQS 8           /* largest S of sits_k_attn_few */
 #define K_MAX_NORM_WIDTH 16384     /* largest E of sits_k_norm and of the all-reduces */
 #define K_MAX_CONVERT_WIDTH 32768  /* largest width of sits_k_convert */
 
@@ -166,25 +167,37 @@ struct k_kv_view {
 
 /* Output rows of attention: f16, row [T][H*D] (frag_m = 0) or frag with m = frag_m. */
 
-/* ---- decode attention over int4 and fp4 pages, RoPE and append fused where wanted (kernels/attention/decode_int4.cu) ----
+/* What the qkv product leaves: rows [T][(H+2G)*D] of q, k, v before norms and rotation, f16, or sums still to be added. */
+struct k_projections {
+  const void *rows;           /* f16; NULL: the sum of slabs (and bias) instead */
+  const float *slabs, *bias;  /* [n_slabs][slab_stride] f32, each [T][(H+2G)*D]; [(H+2G)*D] or NULL */
+  int32_t n_slabs;
+  int64_t slab_stride;
+};
+
+/* ---- decode attention over int4 and fp4 pages, RoPE and append fused where wanted (kernels/attention/decode_int4.cu, decode_few.cu) ----
  * Serves the sequences that have exactly one token in the step; others are left alone. */
 struct k_attn_decode {
   struct k_kv_view kv;
   struct k_rope rope;
   const void *q;              /* [T][H*D] f16 from sits_k_rope_append, the token appended; NULL: fused, from qkv */
-  const void *qkv;            /* fused: [T][(H+2G)*D] f16: q, k, v before norms and rotation */
+  struct k_projections qkv;   /* fused */
   const float *q_gain, *k_gain; /* fused: [D] head norms or NULL */
   float eps;
   void *out;
   int32_t frag_m;
-  float *workspace;           /* k_attn_decode_workspace_bytes */
-  int32_t *counters;          /* [S * G] zero before the first use; left zero */
+  float *workspace;           /* k_attn_decode_workspace_bytes; not read by sits_k_attn_few */
+  int32_t *counters;          /* [S * G] zero before the first use; left zero; likewise */
 };
 bool k_attn_decode_takes(enum k_kv_codec codec, int32_t head_dim, int32_t n_heads, int32_t n_kv_heads);
-int32_t k_attn_decode_grid(int32_t n_sm, int32_t n_seqs, bool is_fused);
 size_t k_attn_decode_workspace_bytes(int32_t n_sm, int32_t head_dim);
 int sits_k_attn_decode_init(void);
 int sits_k_attn_decode(const struct k_attn_decode *args, int32_t n_sm, struct k_stream at);
+/* The fused form for few sequences: each, and each KV head, is cut into the same number of parts, whatever its length. */
+int32_t k_attn_few_parts(int32_t n_sm, int32_t n_seqs, int32_t n_kv_heads);
+bool k_attn_few_suits(int32_t n_sm, int32_t n_seqs, int32_t n_kv_heads, int32_t longest); /* else sits_k_attn_decode is as fast */
+int sits_k_attn_few_init(void);
+int sits_k_attn_few(const struct k_attn_decode *args, int32_t n_sm, struct k_stream at);
 
 /* ---- activations between GEMMs (kernels/norm/, kernels/quant/) ----
  * Forms an activation takes on its way into a GEMM of T > 16 tokens or of dense weights. Columns are padded with zeros to whole blocks. */
@@ -259,16 +272,12 @@ int sits_k_embed(const struct k_embed *args, struct k_stream at);
 struct k_rope_append {
   struct k_kv_view kv;
   struct k_rope rope;
-  const void *qkv;            /* [T][(H+2G)*D] f16; NULL: sums of slabs (and bias) instead */
-  const float *slabs, *bias;  /* [n_slabs][slab_stride] f32, each [T][(H+2G)*D]; [(H+2G)*D] or NULL */
-  int32_t n_slabs;
-  int64_t slab_stride;
+  struct k_projections qkv;
   const float *q_gain, *k_gain;
   float eps;
   void *q;                    /* [T][H*D] f16, rotated, Hadamard-transformed for int4 and fp4 */
   bool skip_single;           /* sequences with one token are served by sits_k_attn_decode */
-  bool is_single;             /* no sequence has more than one token, D is 64 or 128: keys of int4 and fp4 go to their slots, else to
-                                 `fresh` (sits_k_kv_fold takes them on) */
+  bool is_single;             /* no sequence has more than one token; f16 and int8 only */
 };
 int sits_k_rope_append(const struct k_rope_append *args, struct k_stream at);
 

@@ -192,6 +192,23 @@ template <int D> SITS_DEV void head_angles(const k_rope &rope, int position, int
   }
 }
 
+/* Head `head` (0 .. H+2G-1) of the token whose projections begin at `row` -> x[j], channel lane + 32 j. All loads are in flight
+ * together. */
+template <int D> SITS_DEV void fetch_head(float (&x)[D / 32], const k_projections &p, size_t row, int head, int lane) {
+  const size_t at = row + head * D + lane;
+  if (p.rows) {
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) x[j] = __half2float(__ldcg((const __half *)p.rows + at + j * 32));
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) x[j] = p.bias ? p.bias[head * D + lane + j * 32] : 0.f;
+#pragma unroll 4
+  for (int i = 0; i < p.n_slabs; i++)
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) x[j] += __ldcg(p.slabs + i * p.slab_stride + at + j * 32);
+}
+
 /* Hadamard transform of a head vector held by a warp: r[j] is channel lane + 32 j. */
 template <int D> SITS_DEV void hadamard_lanes(float (&r)[D / 32], int lane) {
   constexpr int N = D / 32;

@@ -1,12 +1,13 @@
 /* q = rotate(norm(q)); k, v of every token of the step go to their pages in the codec's form; keys of int4 and fp4, which are quantised in
- * groups of tokens (kv_fold.cu), as f16 to `fresh`, in a decode step to their slot.
+ * groups of tokens (kv_fold.cu), as f16 to `fresh`. Decode steps over int4 and fp4 pages append within attention (attention/).
  *
  * Arguments: struct k_rope_append (kernels.h).
  * Work split: grid.x takes eight tokens (up to 512 tokens: one). grid.y < G: one KV head; a token that is the first of its 16-token
  *   block in this step brings the whole block (up to 16 tokens of one sequence), because words of int4 and fp4 hold nibbles of several
  *   tokens; the others are skipped. Words of a block that the step covers in part keep their other nibbles. grid.y >= G: query heads, see
  *   rotate_queries. The KV heads come first because they take longest.
- *   In a decode step (one token a sequence, D 64 or 128) grid.y counts four KV heads at a time, and a warp takes one k or v by itself.
+ *   In a decode step (one token a sequence, f16 or int8, D 64 or 128) grid.y counts four KV heads at a time, and a warp takes one k or v
+ *   by itself.
  * Shared memory: 8 warps * D * 4 bytes, and for nibbles 16 * D codes.
  * Numerics: rotation f32; f16 saturates; int8 scale = max|x| / 127 in f32; quantisers see kv_tile.cuh. Which of q, k and v are
  *   Hadamard-rotated is the codec's affair (kernels.h).
@@ -47,9 +48,10 @@ SITS_DEV void prepare_head_any(float *v, int d_head, int lane, const float *gain
 }
 
 SITS_DEV float projection(const k_rope_append &p, size_t at, int column) {
-  if (p.qkv) return __half2float(__ldcg((const __half *)p.qkv + at));
-  float x = p.bias ? p.bias[column] : 0.f;
-  for (int i = 0; i < p.n_slabs; i++) x += __ldcg(p.slabs + i * p.slab_stride + at);
+  const k_projections &from = p.qkv;
+  if (from.rows) return __half2float(__ldcg((const __half *)from.rows + at));
+  float x = from.bias ? from.bias[column] : 0.f;
+  for (int i = 0; i < from.n_slabs; i++) x += __ldcg(from.slabs + i * from.slab_stride + at);
   return x;
 }
 
@@ -61,20 +63,9 @@ template <int D> SITS_DEV angles<D> angles_at(const k_rope_append &p, int positi
   return r;
 }
 
-/* This lane's values of head `head` (0 .. H+2G-1) of a token's projections. All loads are in flight together. */
+/* This lane's values of head `head` (0 .. H+2G-1) of a token's projections. */
 template <int D> SITS_DEV void fetch_head(float (&x)[D / 32], const k_rope_append &p, int token, int head, int lane) {
-  const size_t at = (size_t)token * (p.kv.n_heads + 2 * p.kv.n_kv_heads) * D + head * D + lane;
-  if (p.qkv) {
-#pragma unroll
-    for (int j = 0; j < D / 32; j++) x[j] = __half2float(__ldcg((const __half *)p.qkv + at + j * 32));
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < D / 32; j++) x[j] = p.bias ? p.bias[head * D + lane + j * 32] : 0.f;
-#pragma unroll 4
-  for (int i = 0; i < p.n_slabs; i++)
-#pragma unroll
-    for (int j = 0; j < D / 32; j++) x[j] += __ldcg(p.slabs + i * p.slab_stride + at + j * 32);
+  kv::fetch_head<D>(x, p.qkv, (size_t)token * (p.kv.n_heads + 2 * p.kv.n_kv_heads) * D, head, lane);
 }
 
 /* The same head, rotated as the codec wants it -> v in shared memory. */
@@ -234,45 +225,15 @@ template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, ui
   __syncthreads();
 }
 
-/* k or v of one token and head in a decode step. A warp, which shares nothing with others. codes: D bytes of its own in shared memory. */
-template <int D> SITS_DEV void append_one(const k_rope_append &p, float *v, uint8_t *codes, int t, int head, bool is_value, int lane) {
+/* k or v of one token and head, f16 or int8, in a decode step. A warp, which shares nothing with others. */
+template <int D> SITS_DEV void append_one(const k_rope_append &p, float *v, int t, int head, bool is_value, int lane) {
   const k_kv_view &kv = p.kv;
-  const int position = kv.positions[t], slot = position & (K_PAGE_TOKENS - 1), s = kv.token_seq[t];
-  const int page = kv.block_table[(size_t)s * kv.table_stride + position / K_PAGE_TOKENS];
-  uint8_t *tile = kv::page_tile(kv, page, kv.layer, head);
-  const bool has_nibbles = k_kv_has_nibbles(kv.codec), is_fp4 = kv.codec == K_KV_FP4;
-  constexpr int MOST = D / 64; /* words of a lane, two channels each */
-  uint32_t *at[MOST], word[MOST];
-#pragma unroll
-  for (int w = 0; w < MOST; w++) { /* fetched here so that they arrive while the codes are made */
-    const int i = lane + w * 32, d = (i >> 3) * 16 + (i & 7);
-    at[w] = (uint32_t *)(tile + kv::v_place(D, slot, d).word_bytes);
-    word[w] = has_nibbles && is_value ? __ldcg(at[w]) : 0;
-  }
-  float x[D / 32];
+  const int position = kv.positions[t], page = kv.block_table[(size_t)kv.token_seq[t] * kv.table_stride + position / K_PAGE_TOKENS];
   const int row = kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head;
+  float x[D / 32];
   fetch_head<D>(x, p, t, row, lane);
   finish_head<D>(x, v, p, angles_at<D>(p, position, lane), row, lane);
-  if (!has_nibbles) {
-    store_plain(p, tile, v, slot, is_value, lane);
-    return;
-  }
-  if (!is_value) { /* pairs of channels lie together */
-    __half *open = kv::open_tile(kv, kv.open_slot[2 * s + 1], kv.layer, head);
-#pragma unroll
-    for (int w = 0; w < D / 64; w++) {
-      const int d = 2 * (lane + w * 32);
-      *(uint32_t *)(open + kv::open_at(D, position % k_kv_open_tokens(kv.codec), d)) = pack_half2(saturate(v[d]), saturate(v[d + 1]));
-    }
-    return;
-  }
-  kv::quantise_value(is_fp4, tile, v, codes, D, slot, lane);
-#pragma unroll
-  for (int w = 0; w < MOST; w++) {
-    const int i = lane + w * 32, d = (i >> 3) * 16 + (i & 7);
-    for (int h = 0; h < 2; h++) word[w] = kv::insert_code(is_fp4, word[w], kv::v_place(D, slot, d + 8 * h).slot, codes[d + 8 * h]);
-    *at[w] = word[w];
-  }
+  store_plain(p, kv::page_tile(kv, page, kv.layer, head), v, position & (K_PAGE_TOKENS - 1), is_value, lane);
 }
 
 /* Query heads. Few tokens (per_cta = 1): a warp per head of the CTA's token; many: a warp per token and four heads, whose loads are in
@@ -328,7 +289,7 @@ __global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_co
   if constexpr (D > 0)
     if (is_single) {
       const int head = blockIdx.y * KV_HEADS + (warp >> 1);
-      if (starts && head < kv.n_kv_heads) append_one<D>(p, v, codes + warp * D, blockIdx.x, head, warp & 1, lane);
+      if (starts && head < kv.n_kv_heads) append_one<D>(p, v, blockIdx.x, head, warp & 1, lane);
       return;
     }
   for (; starts; starts &= starts - 1) append_block<D>(p, v, codes, blockIdx.x * per_cta + __ffs(starts) - 1, blockIdx.y, warp, lane);
@@ -339,7 +300,7 @@ __global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_co
 extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream at) {
   const int d = a->kv.head_dim;
   const bool has_nibbles = k_kv_has_nibbles(a->kv.codec);
-  if (d > MAX_D || (has_nibbles && d % 2)) return cudaErrorInvalidValue;
+  if (d > MAX_D || (has_nibbles && (d % 2 || a->is_single))) return cudaErrorInvalidValue;
   const size_t smem = (size_t)d * 4 * WARPS + (has_nibbles ? 16 * d : 0);
   /* Few tokens: a CTA per token, so that nothing is done in turn; many: a warp per token, or empty CTAs would cost more than the work. */
   const bool is_single = a->is_single && (d == 64 || d == 128);

@@ -250,14 +250,13 @@ static double compare_out(const struct world *w, const struct step *st, const fl
   return relative_error(got, want, (size_t)st->n_tokens * width);
 }
 
-/* is_decode: as before the decode kernel, or sits_k_attn_any would not find the keys that went to slots. */
-static void run_rope_append(struct world *w, struct step *st, bool is_decode) {
-  const bool is_single = st->n_tokens == N_SEQS && (is_decode || w->open == NULL); /* every case gives each sequence a token */
+static void run_rope_append(struct world *w, struct step *st) {
+  const bool is_single = st->n_tokens == N_SEQS && w->open == NULL; /* every case gives each sequence a token */
   struct k_rope_append a = {
-      .kv = w->view, .rope = w->rope, .qkv = st->dev_qkv, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f, .q = st->dev_q,
-      .is_single = is_single};
+      .kv = w->view, .rope = w->rope, .qkv = {.rows = st->dev_qkv}, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f,
+      .q = st->dev_q, .is_single = is_single};
   gpu_check_call(sits_k_rope_append(&a, gpu_stream()), "sits_k_rope_append");
-  if (w->open && !is_decode) gpu_check_call(sits_k_kv_fold(&w->view, gpu_stream()), "sits_k_kv_fold");
+  if (w->open) gpu_check_call(sits_k_kv_fold(&w->view, gpu_stream()), "sits_k_kv_fold");
 }
 
 /* What a codec may lose of random keys and values. */
@@ -270,7 +269,7 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
   const size_t n_kv = (size_t)c->kv_heads * w->capacity * c->dim, n_out = (size_t)st->n_tokens * c->heads * c->dim;
   float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
   const double codec_limit = codec_error(c->codec);
-  run_rope_append(w, st, false);
+  run_rope_append(w, st);
   double error = gather(w, k, v);
   verdict(error < codec_limit, "%s %s: pages hold keys and values within %.4f", c->name, what, error);
   ref_attention(w, st, k, v, want);
@@ -312,17 +311,43 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
   verdict(error < 3e-3, "%s %s: any attention %.2e", c->name, what, error);
 }
 
-/* fused: rotation and append inside the kernel; else sits_k_rope_append first. */
-static void run_decode(struct world *w, struct step *st, const char *what, int32_t frag_m, bool fused) {
+/* Projections of a step in f32 as two slabs and a bias that add up to the f16 ones. */
+static struct k_projections split_projections(const struct world *w, const struct step *st) {
+  const int32_t width = (w->c.heads + 2 * w->c.kv_heads) * w->c.dim;
+  const size_t n = (size_t)st->n_tokens * width;
+  uint16_t *rows = host_alloc(n * 2);
+  float *slabs = host_alloc(n * 8), *bias = host_alloc((size_t)width * 4);
+  gpu_read(rows, st->dev_qkv, n * 2);
+  for (int32_t i = 0; i < width; i++) bias[i] = (float)(i % 3);
+  for (size_t i = 0; i < n; i++) slabs[i] = (float)(i % 5), slabs[n + i] = half_value(rows[i]) - (float)(i % 5) - bias[i % width];
+  return (struct k_projections){.slabs = gpu_copy(slabs, n * 8), .bias = gpu_copy(bias, (size_t)width * 4), .n_slabs = 2,
+                                .slab_stride = (int64_t)n};
+}
+
+/* Who appends, and for how many SMs: CTAs of 16, 8, 4 or 2 warps; with one SM a CTA walks over several segments. */
+enum decode_form {
+  DECODE_FEW, DECODE_FUSED, DECODE_FUSED_HALF, DECODE_FUSED_QUARTER, DECODE_FUSED_ONE, DECODE_APPENDED, DECODE_APPENDED_ONE, N_DECODE_FORMS
+};
+static const char *const form_names[] = {"decode, few",          "fused decode", "fused decode, 8 warps", "fused decode, 4 warps",
+                                         "fused decode, one SM", "decode",       "decode, one SM"};
+
+static void run_decode(struct world *w, struct step *st, enum decode_form form, bool has_slabs, int32_t frag_m) {
+  const bool is_fused = form < DECODE_APPENDED;
+  const int32_t segments = N_SEQS * w->c.kv_heads;
+  const int32_t sms = form == DECODE_FUSED_HALF                                 ? (segments + 1) / 2
+                      : form == DECODE_FUSED_QUARTER                            ? (segments + 3) / 4
+                      : form == DECODE_FUSED_ONE || form == DECODE_APPENDED_ONE ? 1
+                                                                                : n_sm;
+  const char *what = form_names[form];
   const struct config *c = &w->c;
   const size_t n_kv = (size_t)c->kv_heads * w->capacity * c->dim, n_out = (size_t)st->n_tokens * c->heads * c->dim;
   const size_t bytes = frag_m ? (size_t)k_blocks(c->heads * c->dim) * 128 * frag_m * 2 : n_out * 2;
   float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
-  if (!fused) run_rope_append(w, st, true);
+  if (!is_fused) run_rope_append(w, st);
   struct k_attn_decode a = {.kv = w->view,
                             .rope = w->rope,
-                            .q = fused ? NULL : st->dev_q,
-                            .qkv = st->dev_qkv,
+                            .q = is_fused ? NULL : st->dev_q,
+                            .qkv = has_slabs ? split_projections(w, st) : (struct k_projections){.rows = st->dev_qkv},
                             .q_gain = w->dev_q_gain,
                             .k_gain = w->dev_k_gain,
                             .eps = 1e-6f,
@@ -330,13 +355,16 @@ static void run_decode(struct world *w, struct step *st, const char *what, int32
                             .frag_m = frag_m,
                             .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, c->dim)),
                             .counters = gpu_zeros((size_t)N_SEQS * c->kv_heads * 4)};
-  gpu_check_call(sits_k_attn_decode(&a, n_sm, gpu_stream()), "sits_k_attn_decode");
-  gpu_check_call(sits_k_kv_close(&w->view, n_sm, gpu_stream()), "sits_k_kv_close");
+  if (form == DECODE_FEW)
+    gpu_check_call(sits_k_attn_few(&a, n_sm, gpu_stream()), "sits_k_attn_few");
+  else
+    gpu_check_call(sits_k_attn_decode(&a, sms, gpu_stream()), "sits_k_attn_decode");
+  if (is_fused) gpu_check_call(sits_k_kv_close(&w->view, n_sm, gpu_stream()), "sits_k_kv_close");
   double error = gather(w, k, v);
   verdict(error < codec_error(c->codec), "%s %s: pages after decode within %.4f", c->name, what, error);
   ref_attention(w, st, k, v, want);
   error = compare_out(w, st, want, frag_m, a.out, bytes);
-  verdict(error < 2e-3, "%s %s: decode attention %.2e", c->name, what, error);
+  verdict(error < 2e-3, "%s %s%s: decode attention %.2e", c->name, what, has_slabs ? ", slabs" : "", error);
 }
 
 static void run_config(struct config c) {
@@ -350,9 +378,9 @@ static void run_config(struct config c) {
   st = make_step(&w, more);
   run_prefill(&w, &st, "second chunk", more);
   if (k_attn_decode_takes(c.codec, c.dim, c.heads, c.kv_heads)) {
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 8; i++) { /* seven of make_world's eight tokens and one that ends a group */
       st = make_step(&w, one);
-      run_decode(&w, &st, i % 2 ? "decode" : "fused decode", i % 3 == 1 ? 8 : i % 3 == 2 ? 16 : 0, i % 2 == 0);
+      run_decode(&w, &st, i % N_DECODE_FORMS, i % 3 == 1, i % 3 == 1 ? 8 : i % 3 == 2 ? 16 : 0);
     }
   } else {
     st = make_step(&w, one);
@@ -365,6 +393,7 @@ static void run_config(struct config c) {
 int main(void) {
   n_sm = gpu_open();
   gpu_check_call(sits_k_attn_decode_init(), "init");
+  gpu_check_call(sits_k_attn_few_init(), "init");
   gpu_check_call(sits_k_kv_fold_init(), "init");
   gpu_check_call(sits_k_attn_prefill_init(), "init");
   gpu_check_call(sits_k_attn_prefill_sm90_init(), "init");

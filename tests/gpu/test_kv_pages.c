@@ -196,7 +196,8 @@ static void test_values(struct world *w, bool is_key)
   view.positions = gpu_copy(positions, sizeof positions), view.token_seq = gpu_copy(seq, sizeof seq);
   view.fresh = gpu_alloc(N * (size_t)G * (size_t)d * 2);
   const struct k_rope_append append = {.kv = view, .rope = {gpu_copy(freq, (size_t)d * 4), 1.f, 2, false},
-                                       .qkv = gpu_copy(half, N * ld * 2), .eps = 1e-5f, .q = gpu_alloc(N * (size_t)G * (size_t)d * 2)};
+                                       .qkv = {.rows = gpu_copy(half, N * ld * 2)}, .eps = 1e-5f,
+                                       .q = gpu_alloc(N * (size_t)G * (size_t)d * 2)};
   gpu_check_call(sits_k_rope_append(&append, gpu_stream()), "sits_k_rope_append");
   const int64_t capacity = 128, exact = k_kv_exact_rows(N, 1);
   uint16_t *rows = host_alloc((size_t)capacity * G * (size_t)d * 2);

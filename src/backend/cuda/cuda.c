@@ -67,6 +67,7 @@ static enum sits_status init_kernels(void)
   int e = sits_k_w4a16_init();
   if (!e) e = sits_k_w4a8_init();
   if (!e) e = sits_k_attn_decode_init();
+  if (!e) e = sits_k_attn_few_init();
   if (!e) e = sits_k_kv_fold_init();
   if (!e) e = sits_k_attn_prefill_init();
   if (!e) e = sits_k_attn_prefill_sm90_init();
@@ -237,14 +238,13 @@ enum sits_status cuda_batch_finish(struct backend_program *p, struct cuda_slot *
   return status == SITS_OK ? CUDA_CALL(p->backend, cudaEventRecord(slot->done, p->backend->stream)) : status;
 }
 
-/* Cached tokens in all from which decode attention is bound by bandwidth rather than latency. */
-#define LONG_TOKENS 16384
-
-static bool is_long_batch(const struct backend_batch *b)
+/* Is this decode batch, padded to n_seqs, one of few and short sequences? */
+static bool is_few(const struct backend_program *p, const struct backend_batch *b, int32_t n_seqs)
 {
-  int64_t sum = 0;
-  for (int32_t s = 0; s < b->n_seqs; s++) sum += b->kv_len[s];
-  return sum > LONG_TOKENS;
+  int32_t longest = 0;
+  for (int32_t s = 0; s < b->n_seqs; s++)
+    if (b->kv_len[s] > longest) longest = b->kv_len[s];
+  return k_attn_few_suits(p->backend->n_sm, n_seqs, p->program->dims.n_kv_heads, longest);
 }
 
 /* Copies in, launches, copies out, between the slot's two events. */
@@ -261,9 +261,9 @@ static enum sits_status enqueue(struct backend_program *p, struct backend_kv *kv
     cuda_kept_written(kv, b->block_table[(int64_t)s * b->table_stride + b->positions[s] / KV_PAGE_TOKENS]);
   enum sits_status status = cuda_batch_start(p, kv, b, slot, in, in->host[p->next_slot], bucket > 0 ? bucket : b->n_seqs);
   if (status == SITS_OK && bucket > 0)
-    status = cuda_graph_run(p, kv, bucket, b->sample != NULL, is_long_batch(b) && b->n_seqs <= CUDA_FAST_TOKENS);
+    status = cuda_graph_run(p, kv, bucket, b->sample != NULL, is_few(p, b, bucket));
   else if (status == SITS_OK) {
-    struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, is_long_batch(b), b, -1, 0, NULL};
+    struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, is_few(p, b, b->n_seqs), b, -1, 0, NULL};
     if (!is_decode) step.kept_seq = cuda_kept_choose(kv, b, &step.kept_page);
     status = cuda_run(p, kv, &step, (struct k_stream){(struct CUstream_st *)backend->stream, true});
   }

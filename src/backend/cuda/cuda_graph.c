@@ -22,7 +22,7 @@ void cuda_graph_clear(struct backend_program *p)
   p->stats = (struct backend_stats){0};
 }
 
-static enum sits_status capture(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, bool is_long,
+static enum sits_status capture(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, bool is_few,
                                 cudaGraphExec_t *out)
 {
   struct backend *b = p->backend;
@@ -32,7 +32,7 @@ static enum sits_status capture(struct backend_program *p, struct backend_kv *kv
                                  .n_rows = bucket,
                                  .is_decode = true,
                                  .is_sampled = is_sampled,
-                                 .is_long = is_long,
+                                 .is_few = is_few,
                                  .kept_seq = -1};
   cudaGraph_t graph = NULL;
   enum sits_status status = CUDA_CALL(b, cudaStreamBeginCapture(b->stream, cudaStreamCaptureModeThreadLocal));
@@ -45,7 +45,7 @@ static enum sits_status capture(struct backend_program *p, struct backend_kv *kv
   return status;
 }
 
-enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, bool is_long)
+enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, bool is_few)
 {
   struct backend *b = p->backend;
   if (p->graphs_kv != kv->serial) {
@@ -53,14 +53,14 @@ enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv
     p->graphs_kv = kv->serial;
   }
   for (int32_t i = 0; i < p->n_graphs; i++)
-    if (p->graphs[i].bucket == bucket && p->graphs[i].is_sampled == is_sampled && p->graphs[i].is_long == is_long)
+    if (p->graphs[i].bucket == bucket && p->graphs[i].is_sampled == is_sampled && p->graphs[i].is_few == is_few)
       return CUDA_CALL(b, cudaGraphLaunch(p->graphs[i].exec, b->stream));
   if (p->n_graphs == CUDA_MAX_GRAPHS) cuda_graph_clear(p);
   cudaGraphExec_t exec = NULL;
   size_t free_before = 0, free_after = 0, total = 0;
   const int64_t started_us = clock_monotonic_us();
   (void)cudaMemGetInfo(&free_before, &total);
-  enum sits_status status = capture(p, kv, bucket, is_sampled, is_long, &exec);
+  enum sits_status status = capture(p, kv, bucket, is_sampled, is_few, &exec);
   if (status == SITS_OK) status = CUDA_CALL(b, cudaGraphUpload(exec, b->stream));
   if (status != SITS_OK) {
     if (exec != NULL) (void)cudaGraphExecDestroy(exec);
@@ -70,6 +70,6 @@ enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv
   p->stats.n_graphs++;
   p->stats.capture_us += clock_monotonic_us() - started_us;
   p->stats.graph_bytes += free_before > free_after ? free_before - free_after : 0;
-  p->graphs[p->n_graphs++] = (struct cuda_graph){bucket, is_sampled, is_long, exec};
+  p->graphs[p->n_graphs++] = (struct cuda_graph){bucket, is_sampled, is_few, exec};
   return CUDA_CALL(b, cudaGraphLaunch(exec, b->stream));
 }

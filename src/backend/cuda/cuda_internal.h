@@ -99,7 +99,7 @@ struct cuda_slot {
   bool is_sampled, has_logits;      /* what it brings */
 };
 
-struct cuda_graph { int32_t bucket; bool is_sampled, is_long; cudaGraphExec_t exec; };
+struct cuda_graph { int32_t bucket; bool is_sampled, is_few; cudaGraphExec_t exec; };
 
 struct backend_program {
   struct backend *backend;
@@ -257,7 +257,7 @@ struct cuda_step {
   int32_t n_tokens, n_seqs, n_rows;
   bool is_decode;                   /* every sequence has one token, rows are the tokens in order */
   bool is_sampled;
-  bool is_long;                     /* so many cached tokens that attention wants more CTAs than the fused kernel has */
+  bool is_few;                      /* decode attention by sits_k_attn_few */
   const struct backend_batch *batch; /* NULL while capturing */
   int32_t kept_seq, kept_page;      /* sequence whose expanded keys are kept, or -1; its first page that is not there yet */
   struct cuda_span *span;           /* a lane's piece; NULL: all layers */
@@ -286,7 +286,7 @@ enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, cons
 /* Bucket for a decode batch; 0 when it is too large to be captured. */
 int32_t cuda_graph_bucket(int32_t n_seqs, int32_t max_seqs);
 enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled,
-                                bool is_long) SITS_MUST_CHECK;
+                                bool is_few) SITS_MUST_CHECK;
 void cuda_graph_clear(struct backend_program *p);
 
 /* ---- cuda_kept.c ---- */

@@ -9,7 +9,6 @@
 #include "backend/cuda/cuda_comm.h"
 #include "backend/cuda/cuda_internal.h"
 
-#define FUSED_SEQS 8 /* largest decode batch whose attention kernel rotates and appends by itself */
 #define LAUNCH(call) TRY(CUDA_CALL(p->backend, call))
 
 static struct k_kv_view view_of(const struct backend_program *p, const struct backend_kv *kv, const struct cuda_step *step, int32_t layer)
@@ -44,14 +43,15 @@ bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_
   return p->backend->compute_major == 9 && k_attn_decode_takes(kv->codec, d->head_dim, d->n_heads, d->n_kv_heads);
 }
 
-/* q: rotated queries, the tokens being appended already; NULL: everything from p->qkv in one kernel. */
+/* q: rotated queries, the tokens being appended already; NULL: everything from qkv in one kernel, the one for few sequences if is_few. */
 static enum sits_status decode_attention(struct backend_program *p, const struct k_kv_view *view, const struct cuda_layer *layer,
-                                         const void *q, int32_t frag_m, void *out, struct k_stream at)
+                                         const void *q, const struct k_projections *qkv, bool is_few, int32_t frag_m, void *out,
+                                         struct k_stream at)
 {
   const struct k_attn_decode a = {.kv = *view,
                                   .rope = p->rope,
                                   .q = q,
-                                  .qkv = p->qkv,
+                                  .qkv = *qkv,
                                   .q_gain = layer->q_gain,
                                   .k_gain = layer->k_gain,
                                   .eps = p->program->dims.rms_eps,
@@ -59,7 +59,7 @@ static enum sits_status decode_attention(struct backend_program *p, const struct
                                   .frag_m = frag_m,
                                   .workspace = p->attn_workspace,
                                   .counters = p->attn_counters};
-  return CUDA_CALL(p->backend, sits_k_attn_decode(&a, p->backend->n_sm, at));
+  return CUDA_CALL(p->backend, is_few ? sits_k_attn_few(&a, p->backend->n_sm, at) : sits_k_attn_decode(&a, p->backend->n_sm, at));
 }
 
 /* Sequences s0 .. return value - 1 fit the gather memory together; their offsets go to `offset` (may be NULL). */
@@ -155,29 +155,29 @@ static enum sits_status attention(struct backend_program *p, struct backend_kv *
   const struct cuda_layer *layer = &p->layers[l];
   const struct k_kv_view view = view_of(p, kv, step, l);
   const bool has_fast_decode = cuda_has_fast_decode(p, kv);
-  if (step->is_decode && has_fast_decode && n_slabs == 0 && step->n_seqs <= FUSED_SEQS && !step->is_long)
-    return decode_attention(p, &view, layer, NULL, frag_m, frag_m ? frag : p->attn, at);
+  const struct k_projections qkv = {.rows = n_slabs > 0 ? NULL : p->qkv,
+                                    .slabs = p->slabs,
+                                    .bias = layer->qkv->bias,
+                                    .n_slabs = n_slabs,
+                                    .slab_stride = (int64_t)step->n_tokens * layer->qkv->rows};
+  if (step->is_decode && has_fast_decode)
+    return decode_attention(p, &view, layer, NULL, &qkv, step->is_few, frag_m, frag_m ? frag : p->attn, at);
   const struct k_rope_append append = {.kv = view,
                                        .rope = p->rope,
-                                       .qkv = n_slabs > 0 ? NULL : p->qkv,
-                                       .slabs = p->slabs,
-                                       .bias = layer->qkv->bias,
-                                       .n_slabs = n_slabs,
-                                       .slab_stride = (int64_t)step->n_tokens * layer->qkv->rows,
+                                       .qkv = qkv,
                                        .q_gain = layer->q_gain,
                                        .k_gain = layer->k_gain,
                                        .eps = p->program->dims.rms_eps,
                                        .q = p->q,
-                                       .is_single = step->is_decode && (has_fast_decode || kv->open == NULL)};
+                                       .is_single = step->is_decode && kv->open == NULL};
   LAUNCH(sits_k_rope_append(&append, at));
-  if (kv->open != NULL && !(step->is_decode && has_fast_decode)) LAUNCH(sits_k_kv_fold(&view, at));
-  if (step->is_decode && has_fast_decode) return decode_attention(p, &view, layer, p->q, frag_m, frag_m ? frag : p->attn, at);
+  if (kv->open != NULL) LAUNCH(sits_k_kv_fold(&view, at));
   if (k_attn_prefill_takes(view.head_dim)) {
     bool has_single = false;
     for (int32_t s = 0; s < step->batch->n_seqs; s++)
       has_single = has_single || step->batch->seq_start[s + 1] - step->batch->seq_start[s] == 1;
     TRY(gathered_attention(p, kv, step, &view, has_fast_decode, at));
-    if (has_fast_decode && has_single) TRY(decode_attention(p, &view, layer, p->q, 0, p->attn, at));
+    if (has_fast_decode && has_single) TRY(decode_attention(p, &view, layer, p->q, &qkv, false, 0, p->attn, at));
   } else {
     const struct k_attn_any any = {view, p->q, p->attn};
     LAUNCH(sits_k_attn_any(&any, at));

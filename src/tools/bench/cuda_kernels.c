@@ -200,28 +200,17 @@ static struct k_kv_view view_of(const struct lab *lab, int layer, enum k_kv_code
 
 static void launch_attention(struct lab *lab, int layer, enum k_kv_codec codec, int32_t n_seqs, int32_t context, int32_t frag_m, bool pdl)
 {
-  const bool is_long = (int64_t)n_seqs * context > 16384;
   const struct k_attn_decode a = {.kv = view_of(lab, layer, codec, n_seqs),
                                   .rope = {lab->gain, 1.f, D, false},
-                                  .q = n_seqs > 8 || is_long ? lab->act : NULL,
-                                  .qkv = lab->wide,
+                                  .qkv = {.rows = lab->wide},
                                   .eps = 1e-5f,
                                   .out = frag_m ? lab->frag[1] : lab->wide,
                                   .frag_m = frag_m,
                                   .workspace = lab->workspace,
                                   .counters = lab->counters};
-  check(lab, sits_k_attn_decode(&a, lab->n_sm, at_of(lab, pdl)), "attention");
-}
-
-static void launch_append(struct lab *lab, int layer, enum k_kv_codec codec, int32_t n_seqs, bool pdl)
-{
-  const struct k_rope_append a = {.kv = view_of(lab, layer, codec, n_seqs),
-                                  .rope = {lab->gain, 1.f, D, false},
-                                  .qkv = lab->wide,
-                                  .eps = 1e-5f,
-                                  .q = lab->act,
-                                  .is_single = true};
-  check(lab, sits_k_rope_append(&a, at_of(lab, pdl)), "append");
+  check(lab, k_attn_few_suits(lab->n_sm, n_seqs, G, context) ? sits_k_attn_few(&a, lab->n_sm, at_of(lab, pdl))
+                                                             : sits_k_attn_decode(&a, lab->n_sm, at_of(lab, pdl)),
+        "attention");
 }
 
 static void decode_body(struct lab *lab, const void *arg, bool pdl)
@@ -235,7 +224,6 @@ static void decode_body(struct lab *lab, const void *arg, bool pdl)
     for (int i = 0; i < 4; i++) {
       if (a->which != 5 && a->which != i) continue;
       launch_w4a16(lab, l, i, a->n_tokens, pdl);
-      if (a->which == 5 && i == 0 && a->has_attention && a->n_tokens > 8) launch_append(lab, l, a->codec, a->n_tokens, pdl);
       if (a->which == 5 && i == 0 && a->has_attention)
         launch_attention(lab, l, a->codec, a->n_tokens, a->context, k_w4a16_tokens(a->n_tokens), pdl);
     }
@@ -285,10 +273,7 @@ static void few_tokens(struct lab *lab)
 static void attention_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
-  for (int l = 0; l < LAYERS; l++) {
-    if (a->which == 1) launch_append(lab, l, a->codec, a->n_tokens, pdl);
-    launch_attention(lab, l, a->codec, a->n_tokens, a->context, 0, pdl);
-  }
+  for (int l = 0; l < LAYERS; l++) launch_attention(lab, l, a->codec, a->n_tokens, a->context, 0, pdl);
 }
 
 /* The groups of all layers that a step of so many sequences ends: here, all of them. */
@@ -307,12 +292,10 @@ static void attention(struct lab *lab)
   char name[64];
   for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-      const struct decode_arg arg = {cases[i][0], 0, true, cases[i][1], codecs[c]}, both = {cases[i][0], 1, true, cases[i][1], codecs[c]};
+      const struct decode_arg arg = {cases[i][0], 0, true, cases[i][1], codecs[c]};
       const double tokens = (double)cases[i][0] * cases[i][1], token = (double)k_kv_tile_bytes(codecs[c], D) * G / K_PAGE_TOKENS;
       set_batch(lab, cases[i][0], cases[i][1]);
       snprintf(name, sizeof name, "attention %s %d x %d", codecs[c] == K_KV_FP4 ? "fp4" : "int4", cases[i][0], cases[i][1]);
-      if (cases[i][0] == 64 || cases[i][0] == 32)
-        report(lab, "  rotation and append, then", attention_body, &both, LAYERS, tokens * token, 0);
       report(lab, name, attention_body, &arg, LAYERS, tokens * token, tokens * H * D * 4);
     }
   for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++)
@@ -484,6 +467,7 @@ int bench_kernels(int argc, char **argv)
   if (!lab.failed) check(&lab, sits_k_w4a16_init(), "init");
   if (!lab.failed) check(&lab, sits_k_w4a8_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_decode_init(), "init");
+  if (!lab.failed) check(&lab, sits_k_attn_few_init(), "init");
   if (!lab.failed) check(&lab, sits_k_kv_fold_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_sm90_init(), "init");
