@@ -16,10 +16,13 @@
  *   Tall chunks because activations are read once per chunk and SM: at 128 tokens and 128 rows they are twice the weights' bytes.
  * Shared memory: head 8 KiB (barriers; maxima, or token and channel scales); ring of x slots (up to 4 blocks, 16 KiB, 1,024-byte aligned),
  *   their scales; staging of the output: absorbed 32 tokens of sums, grouped N * 128 bytes of s8 or N * 256 of sums between k groups;
- *   ring of weight slots (4 blocks of every tile of the chunk). A CTA with one item stages where its slots were.
- * Pipeline: one warp loads weights (a lane per tile; before grid_wait as far as the ring goes, across items), one thread x. A weight slot
- *   is free once widened, an x slot once the products that read it are done. Absorbed, up to 64 tokens: the next block is widened while the
- *   products of the present one run. Else widening, products and scaling of a warpgroup follow each other; the other three fill the gaps.
+ *   ring of weight slots (4 blocks of every tile of the chunk; absorbed, up to 64 tokens and 256 rows: 2). A CTA with one item stages where
+ *   its slots were.
+ * Pipeline: one warp (absorbed, up to 64 tokens: two, half of the chunk each) loads weights (a lane per tile; before grid_wait as far as
+ *   the ring goes, across items), one thread x. A weight slot is full when every loader has arrived and all bytes have, free once widened;
+ *   an x slot is free once the products that read it are done. Absorbed, up to 64 tokens: the next block's words are loaded before the
+ *   products of the present one are issued, and widened while they run. Else widening, products and scaling of a warpgroup follow each
+ *   other; the other three fill the gaps.
  * Numerics: exact integers per column block (grouped) or altogether (absorbed); f32 sums in block order. Bitwise independent of the grid.
  *   K_W4A8_SWIGLU_S8 rounds to s8 with a scale per token and 128 columns.
  * Limits: sm_90a. T any. Rows a multiple of 16 are stored, others masked.
@@ -27,7 +30,10 @@
  * History (gate_up of Llama-3-8B, H200), grouped: two warpgroups of 128 rows each, 25.9 us at 32 tokens, 37.6 at 128; four of 64, 23.8 and
  *   31.4. Weights by 16-byte asynchronous copies instead of bulk copies: 25.0 and 36.7. int-to-float conversion instructions instead of the
  *   magic number: 27.7 at 32. Absorbed: stores of each thread's own sums took 5 us at 64 tokens and 12 at 128. Two CTAs of 128 rows an SM:
- *   as fast at 32 tokens, slower from 64 on. Making x inside (a row a CTA, then a wait for all): slower, bench/NOTES.md.
+ *   as fast at 32 tokens, slower from 64 on. Making x inside (a row a CTA, then a wait for all): slower, bench/NOTES.md. Up to 64 tokens
+ *   (a layer with its norms and conversions 57.1 us at 32): words loaded a block ahead, multipliers by a magic number and a second loader
+ *   56.0; slots of two blocks as well 54.7. The same at 128 tokens: 85.2 and 85.7, so not there. Neither pacing of weights, nor fewer
+ *   slots in flight, nor the epilogue run once beforehand, nor slots of eight blocks for two k groups helped.
  * Links: twin ref_w4_gemm (tests/gpu/test_gemm_w4.c), test tests/gpu/test_gemm_w4.c, bench sits2026-bench kernels.
  */
 #include "common/activation.cuh"
@@ -36,8 +42,8 @@
 #include "kernels.h"
 
 namespace {
-constexpr int UNIT = K_W4_G128_UNIT, W_BLOCKS = 4, W_COPY = W_BLOCKS * UNIT;
-constexpr int CONSUMER_WARPS = 16, CONSUMERS = 512, WARP_W = 16, WARP_X = 17;
+constexpr int UNIT = K_W4_G128_UNIT;
+constexpr int CONSUMER_WARPS = 16, CONSUMERS = 512, WARP_W = 16, WARP_X = 17, WARP_W2 = 18;
 constexpr int MAX_SLOTS = 8, HEAD_BYTES = 8192, MISC_AT = 512, PASS = 32, BUDGET_BYTES = 224 * 1024, X_RING_BYTES = 64 * 1024;
 
 /* Shapes whose consumers want more than 96 registers get two idle warps, so that the loaders' warpgroup can hand its registers over. */
@@ -45,8 +51,17 @@ __host__ __device__ constexpr bool is_wide(int n) { return n >= 32; }
 constexpr int threads(int n) { return is_wide(n) ? 640 : 576; }
 /* Sums of PASS tokens on their way out, [token][row], rows padded so that neither side has bank conflicts. */
 __host__ __device__ constexpr int stage_stride(int kg) { return 256 / kg + 4; }
-/* Column blocks of an x slot: 16 KiB, at most 4; every k group finds one of its own in each. */
-__host__ __device__ constexpr int x_blocks(int n, int kg) { return n <= 32 ? 4 : n <= 64 ? 2 : kg; }
+/* Few tokens: short loops, for which weights have to come faster. */
+__host__ __device__ constexpr bool is_few(int n, bool grouped) { return !grouped && n <= 64; }
+/* Warps that load weights: the second is one of the idle ones. */
+__host__ __device__ constexpr int loaders(int n, bool grouped) { return is_few(n, grouped) ? 2 : 1; }
+/* Column blocks of a weight slot. Two for few tokens and 256 rows, so that five slots fit instead of two. */
+__host__ __device__ constexpr int w_blocks(int n, int kg, bool grouped) { return is_few(n, grouped) && kg == 1 ? 2 : 4; }
+/* Column blocks of an x slot: 16 KiB, at most 4 and no more than of a weight slot; every k group finds one of its own in each. */
+__host__ __device__ constexpr int x_blocks(int n, int kg, bool grouped) {
+  const int b = n <= 32 ? 4 : n <= 64 ? 2 : kg;
+  return b < w_blocks(n, kg, grouped) ? b : w_blocks(n, kg, grouped);
+}
 
 struct params {
   const uint8_t *weight;
@@ -93,10 +108,12 @@ SITS_DEV void release(uint32_t empty, int slot, int lane) {
 
 /* ---- loaders ---- */
 
-SITS_DEV void load_weights(const params &p, ring r, uint32_t slots, int lane) {
+/* A warp's share of the chunk's tiles (of five at least, so that every loader has some), from `first` to before `end`, a lane per tile. */
+template <int W_BLOCKS> SITS_DEV void load_weights(const params &p, ring r, uint32_t slots, int first, int end) {
   const uint64_t policy = policy_evict_first();
-  const unsigned active = __ballot_sync(~0u, lane < p.chunk_tiles);
-  if (lane >= p.chunk_tiles) return;
+  const int lane = first + (threadIdx.x & 31);
+  const unsigned active = __ballot_sync(~0u, lane < end);
+  if (lane >= end) return;
   for (int i = blockIdx.x; i < p.n_items; i += gridDim.x) {
     const item it = item_at(p, i);
     const int tile = min(it.chunk * p.chunk_tiles + lane, p.n_row_tiles - 1);
@@ -104,16 +121,16 @@ SITS_DEV void load_weights(const params &p, ring r, uint32_t slots, int lane) {
     for (int b = 0; b < it.n; b += W_BLOCKS) {
       const int bytes = min(W_BLOCKS, it.n - b) * UNIT;
       r.wait_empty();
-      if (lane == 0) bar_arrive_expect(r.full + r.slot * 8, p.chunk_tiles * bytes);
+      if (lane == first) bar_arrive_expect(r.full + r.slot * 8, (end - first) * bytes);
       __syncwarp(active);
-      bulk_load_hint(slots + (r.slot * p.chunk_tiles + lane) * W_COPY, w + (size_t)b * UNIT, bytes, r.full + r.slot * 8, policy);
+      bulk_load_hint(slots + (r.slot * p.chunk_tiles + lane) * (W_BLOCKS * UNIT), w + (size_t)b * UNIT, bytes, r.full + r.slot * 8, policy);
       r.next();
     }
   }
 }
 
 template <int N, int KG, bool GROUPED> SITS_DEV void load_x(const params &p, ring r, uint32_t slots, uint32_t scales) {
-  constexpr int XB = x_blocks(N, KG);
+  constexpr int XB = x_blocks(N, KG, GROUPED);
   for (int i = blockIdx.x; i < p.n_items; i += gridDim.x) {
     const item it = item_at(p, i);
     const size_t at = (size_t)it.token_tile * p.n_blocks + it.block0;
@@ -154,14 +171,27 @@ SITS_DEV float2 widen_s8(uint32_t (&a)[16], uint32_t unit, int lane) {
   return make_float2(s.x * 0.0625f, s.y * 0.0625f);
 }
 
-/* u8 = m (q - 8) + 128, m = scale / channel of rows g and g+8. */
-SITS_DEV void widen_u8(uint32_t (&a)[16], uint32_t unit, int lane, float2 inv_channel) {
-  const float2 s = half2_to_float2(lds32(unit + K_W4_NIBBLE_BYTES + (lane >> 2) * 4));
-  const uint32_t m0 = (uint32_t)__float2int_rn(fabsf(s.x * inv_channel.x)), m1 = (uint32_t)__float2int_rn(fabsf(s.y * inv_channel.y));
-  const uint32_t c0 = (128u - 8u * m0) * 0x01010101u, c1 = (128u - 8u * m1) * 0x01010101u;
+/* A lane's words of a unit, and the scales of rows g and g+8. */
+struct packed_words {
+  uint4 v[2];
+  uint32_t scales;
+};
+SITS_DEV uint32_t load_scales(uint32_t unit, int lane) { return lds32(unit + K_W4_NIBBLE_BYTES + (lane >> 2) * 4); }
+SITS_DEV uint4 load_half(uint32_t unit, int lane, int c) { return lds128(unit + c * 512 + lane * 16); }
+SITS_DEV packed_words load_words(uint32_t unit, int lane) {
+  return {{load_half(unit, lane, 0), load_half(unit, lane, 1)}, load_scales(unit, lane)};
+}
+
+/* u8 = m (q - 8) + 128, m = scale / channel of rows g and g+8, rounded by adding 2^23. inv_channel: without signs. half(c): words of steps
+ * 2 c and 2 c + 1. */
+template <class F> SITS_DEV void widen_u8(uint32_t (&a)[16], uint32_t scales, float2 inv_channel, F half) {
+  const float2 s = half2_to_float2(scales);
+  const uint32_t m0 = __float_as_uint(fmaf(fabsf(s.x), inv_channel.x, 8388608.f)) & 31,
+                 m1 = __float_as_uint(fmaf(fabsf(s.y), inv_channel.y, 8388608.f)) & 31;
+  const uint32_t c0 = 0x80808080u - m0 * 0x08080808u, c1 = 0x80808080u - m1 * 0x08080808u;
 #pragma unroll
   for (int c = 0; c < 2; c++) {
-    const uint4 v = lds128(unit + c * 512 + lane * 16);
+    const uint4 v = half(c);
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -208,11 +238,11 @@ template <int N> SITS_DEV void promote(float (&sum)[N / 2], const int (&d)[N / 2
 /* The item's blocks of this warpgroup's k group, one after the other; what overlaps is the four warpgroups. body(unit, x slot, block in
  * it) widens, and calls leave() once the weights are in registers. */
 template <int N, int KG, class F> SITS_DEV void for_blocks(const params &p, consumer &c, int n, F body) {
-  constexpr int XB = x_blocks(N, KG);
+  constexpr int W_BLOCKS = w_blocks(N, KG, true), XB = x_blocks(N, KG, true);
   const int tile = min(c.row_group * 4 + c.warp, p.chunk_tiles - 1); /* warps beyond the chunk repeat its last tile, unstored */
   for (int s = 0; s < n; s += W_BLOCKS) {
     const int blocks = min(W_BLOCKS, n - s);
-    const uint32_t w = c.w_slots + (c.w.slot * p.chunk_tiles + tile) * W_COPY;
+    const uint32_t w = c.w_slots + (c.w.slot * p.chunk_tiles + tile) * (W_BLOCKS * UNIT);
     c.w.wait_full();
     if (c.k_group >= blocks) release(c.w.empty, c.w.slot, c.lane);
     for (int q = 0; q < blocks; q += XB) {
@@ -229,7 +259,7 @@ template <int N, int KG, class F> SITS_DEV void for_blocks(const params &p, cons
 }
 
 template <int N, int KG> SITS_DEV void grouped_item(const params &p, consumer &c, float (&sum)[N / 2], int n) {
-  constexpr int XB = x_blocks(N, KG);
+  constexpr int XB = x_blocks(N, KG, true);
   for_blocks<N, KG>(p, c, n, [&](uint32_t unit, int slot, int b, auto leave) {
     uint32_t a[16];
     int d[N / 2];
@@ -241,18 +271,23 @@ template <int N, int KG> SITS_DEV void grouped_item(const params &p, consumer &c
   });
 }
 
-/* The blocks of one weight slot. WHOLE: there are W_BLOCKS of them. Where registers allow (up to 64 tokens) the next block is widened while
- * the products of the present one run. done: x slot whose last products are the latest issued, or -1. */
+/* The blocks of one weight slot. WHOLE: there are W_BLOCKS of them. Where registers allow (up to 64 tokens) the next block's words are
+ * loaded and widened while the products of the present one run. done: x slot whose last products are the latest issued, or -1. */
 template <int N, int KG, bool WHOLE>
 SITS_DEV void absorbed_slot(consumer &c, int (&d)[N / 2], uint32_t (&a)[N <= 64 ? 2 : 1][16], float2 inv, uint32_t w, int blocks,
                             int &done) {
   constexpr bool AHEAD = N <= 64;
-  constexpr int XB = x_blocks(N, KG), STEPS = W_BLOCKS / KG, PER_X = XB / KG;
+  constexpr int W_BLOCKS = w_blocks(N, KG, false), XB = x_blocks(N, KG, false), STEPS = W_BLOCKS / KG, PER_X = XB / KG;
+  packed_words words;
+  if (AHEAD && (WHOLE || c.k_group < blocks)) words = load_words(w + c.k_group * UNIT, c.lane);
 #pragma unroll
   for (int k = 0; k < STEPS; k++) {
     const int b = k * KG + c.k_group;
     const bool has_block = WHOLE || b < blocks, has_slot = WHOLE || k / PER_X * XB < blocks;
-    if (has_block) widen_u8(a[AHEAD ? k & 1 : 0], w + b * UNIT, c.lane, inv);
+    if (AHEAD && has_block) widen_u8(a[AHEAD ? k & 1 : 0], words.scales, inv, [&](int h) { return words.v[h]; });
+    if (!AHEAD && has_block)
+      widen_u8(a[0], load_scales(w + b * UNIT, c.lane), inv, [&](int h) { return load_half(w + b * UNIT, c.lane, h); });
+    if (AHEAD && k + 1 < STEPS && (WHOLE || b + KG < blocks)) words = load_words(w + (b + KG) * UNIT, c.lane);
     if (WHOLE ? k == STEPS - 1 : has_block ? b + KG >= blocks : k == 0) release(c.w.empty, c.w.slot, c.lane);
     if (k % PER_X == 0 && has_slot) c.x.wait_full();
     if (has_block) {
@@ -275,17 +310,19 @@ SITS_DEV void absorbed_slot(consumer &c, int (&d)[N / 2], uint32_t (&a)[N <= 64 
 }
 
 template <int N, int KG> SITS_DEV void absorbed_item(const params &p, consumer &c, int (&d)[N / 2], float2 inv, int n) {
+  constexpr int W_BLOCKS = w_blocks(N, KG, false);
   const int tile = min(c.row_group * 4 + c.warp, p.chunk_tiles - 1);
+  const auto slot = [&] { return c.w_slots + (c.w.slot * p.chunk_tiles + tile) * (W_BLOCKS * UNIT); };
   uint32_t a[N <= 64 ? 2 : 1][16];
   int done = -1, left = n;
   for (; left >= W_BLOCKS; left -= W_BLOCKS) {
     c.w.wait_full();
-    absorbed_slot<N, KG, true>(c, d, a, inv, c.w_slots + (c.w.slot * p.chunk_tiles + tile) * W_COPY, W_BLOCKS, done);
+    absorbed_slot<N, KG, true>(c, d, a, inv, slot(), W_BLOCKS, done);
     c.w.next();
   }
   if (left > 0) {
     c.w.wait_full();
-    absorbed_slot<N, KG, false>(c, d, a, inv, c.w_slots + (c.w.slot * p.chunk_tiles + tile) * W_COPY, left, done);
+    absorbed_slot<N, KG, false>(c, d, a, inv, slot(), left, done);
     c.w.next();
   }
   wgmma_wait<0>();
@@ -495,7 +532,7 @@ template <int N, int KG> SITS_DEV void consume_absorbed(const params &p, consume
     const int row0 = it.chunk * p.chunk_tiles * 16;
     if (i != blockIdx.x) fetch_channels(p, it, channel);
     consumers_sync();
-    const float2 inverse = make_float2(1.f / channel[r], 1.f / channel[r + 8]);
+    const float2 inverse = make_float2(1.f / fabsf(channel[r]), 1.f / fabsf(channel[r + 8]));
     int d[N / 2];
 #pragma unroll
     for (int k = 0; k < N / 2; k++) d[k] = 0;
@@ -519,17 +556,20 @@ template <int N, int KG, bool GROUPED> __global__ void __launch_bounds__(threads
   extern __shared__ __align__(1024) uint8_t smem[];
   grid_trigger();
   const uint32_t base = smem_addr(smem);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  constexpr int LOADERS = loaders(N, GROUPED), W_BLOCKS = w_blocks(N, KG, GROUPED);
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31; /* so that the compiler knows it uniform */
   ring w = {base, base + 8 * MAX_SLOTS, 0, 0, p.w_slots}, x = {base + 16 * MAX_SLOTS, base + 24 * MAX_SLOTS, 0, 0, p.x_slots};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < p.w_slots; i++) bar_init(w.full + i * 8, 1), bar_init(w.empty + i * 8, CONSUMER_WARPS);
+    for (int i = 0; i < p.w_slots; i++) bar_init(w.full + i * 8, LOADERS), bar_init(w.empty + i * 8, CONSUMER_WARPS);
     for (int i = 0; i < p.x_slots; i++) bar_init(x.full + i * 8, 1), bar_init(x.empty + i * 8, CONSUMER_WARPS);
     bar_fence_init();
   }
   __syncthreads();
   if (warp >= WARP_W) {
     if constexpr (is_wide(N)) registers_give<32>();
-    if (warp == WARP_W) load_weights(p, w, base + p.w_at, lane);
+    const int share = (p.chunk_tiles + LOADERS - 1) / LOADERS;
+    if (warp == WARP_W) load_weights<W_BLOCKS>(p, w, base + p.w_at, 0, share);
+    if (LOADERS == 2 && warp == WARP_W2) load_weights<W_BLOCKS>(p, w, base + p.w_at, share, p.chunk_tiles);
     if (warp == WARP_X) {
       grid_wait();
       if (lane == 0) load_x<N, KG, GROUPED>(p, x, base + HEAD_BYTES, base + p.scales_at);
@@ -566,10 +606,11 @@ void plan_items(const struct k_w4a8 *a, struct k_w4a8_plan *plan, int chunk_tile
 }
 
 void plan_memory(const struct k_w4a8 *a, struct k_w4a8_plan *plan, int n_sm) {
-  const int xb = x_blocks(plan->tile, plan->k_groups), x_slot = xb * plan->tile * 128, scales = a->is_grouped ? xb * plan->tile * 4 : 0;
-  const int w_slot = plan->chunk_tiles * W_COPY, rounds = (plan->n_items + n_sm - 1) / n_sm;
+  const int xb = x_blocks(plan->tile, plan->k_groups, a->is_grouped), wb = w_blocks(plan->tile, plan->k_groups, a->is_grouped);
+  const int x_slot = xb * plan->tile * 128, scales = a->is_grouped ? xb * plan->tile * 4 : 0;
+  const int w_slot = plan->chunk_tiles * wb * UNIT, rounds = (plan->n_items + n_sm - 1) / n_sm;
   const int blocks = (k_blocks(a->cols) + plan->n_split - 1) / plan->n_split;
-  const int x_most = rounds * ((blocks + xb - 1) / xb), w_most = rounds * ((blocks + W_BLOCKS - 1) / W_BLOCKS);
+  const int x_most = rounds * ((blocks + xb - 1) / xb), w_most = rounds * ((blocks + wb - 1) / wb);
   const int staging = !a->is_grouped                     ? PASS * stage_stride(plan->k_groups) * plan->k_groups * 4
                       : plan->k_groups == 2              ? plan->tile * 256
                       : a->output == K_W4A8_SWIGLU_S8 ? plan->tile * 128
