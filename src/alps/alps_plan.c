@@ -16,7 +16,8 @@ static const double SOFT_TARGET_US = 100000;  /* a step with decodes when there 
 static const double LONE_PROMPT_US = 250000;  /* a step without decodes: arrivals and cancels are seen that often */
 static const double SOFT_TARGET_STEPS = 4;    /* or that many steps without prompts, where those are long themselves */
 static const double DECODE_EASY = 0.7;     /* below it admission does not ask the model */
-static const double SLICE_SPARE = 0.75;    /* most of the time beside the predicted decodes that is kept free for it */
+static const double SLICE_SPARE = 0.5;     /* most of the time beside the predicted decodes that is kept free for it: the slower a prompt is
+                                              read, the longer the decodes become meanwhile */
 static const double SLICE_SURE = 0.997;    /* share of the last decodes for whose excess over the prediction a slice leaves time */
 static const double SLICE_TILES_SURE = 0.99; /* the same on a GPU, where the rare long step is a graph's capture */
 static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */

@@ -28,6 +28,7 @@ struct device {
   int32_t n_more;              /* slices of a step behind its first */
   int32_t tile;                /* tokens of a step with prompts count in whole tiles */
   double prompt_us;            /* that the first of them adds */
+  double hiccups;              /* share of the steps that take up to 1.6 times as long */
   uint64_t random;
   double gaps[200000];
   int32_t n_gaps;
@@ -181,6 +182,7 @@ static bool step(struct device *d, struct alps_plan *plan)
   for (int32_t i = plan->n_decode; i < plan->n_items; i++) us += d->history_us * d->streams[plan->items[i].id].n_computed / 1024;
   if (d->tile > 0 && w->n_prompt_tokens > 0) us += d->prompt_us + d->token_us * (d->tile - 1 - (plan->n_tokens - 1) % d->tile);
   us *= 1 + d->noise * (2 * uniform(d) - 1);
+  if (d->hiccups > 0 && uniform(d) < d->hiccups) us *= 1 + 0.6 * uniform(d);
   if (plan->n_items > 0) d->now_us += us;
   us = d->now_us - started_us;
   if (us > d->largest_step_us) d->largest_step_us = us;
@@ -286,6 +288,54 @@ static void test_prompt_in_slices(void **state)
     close_device(d);
   }
   assert_true(over[0] > 5000 && took[0] > 3 * took[1]);
+}
+
+static struct device *open_noisy(int64_t target_us)
+{
+  struct alps_options options = options_of(16, target_us);
+  options.slice_tokens = 128;
+  options.slices_by_rate = true;
+  struct device *d = open_device(options);
+  d->fixed_us = 3000;
+  d->seq_us = 100;
+  d->kv_us = 2000;
+  d->token_us = d->depth_us = 400;
+  d->history_us = 1600;
+  d->noise = 0.08;
+  d->hiccups = 0.03;
+  for (int i = 0; i < 4; i++) send(d, 2000, 20000, 1, 0);
+  return d;
+}
+
+/* A small CPU whose steps scatter, with streams at a depth that grows while they wait: targets of 1.5, 2 and 4 times their undisturbed P99
+ * hold, and a prompt of 8,000 is read in what they leave. */
+static void test_stall_on_noisy_device(void **state)
+{
+  static const double factors[] = {1.5, 2, 4};
+  struct alps_plan plan;
+  struct device *d = open_noisy(100000);
+  for (int i = 0; i < 200; i++) step(d, &plan);
+  d->n_gaps = 0;
+  for (int i = 0; i < 600; i++) step(d, &plan);
+  const double quiet = p99(d->gaps, d->n_gaps);
+  close_device(d);
+  for (int f = 0; f < 3; f++) {
+    const double target = quiet * factors[f], left = 1 - 1 / factors[f];
+    d = open_noisy((int64_t)target);
+    double alone = 0;
+    for (int32_t at = 0; at < 8000; at += 128) alone += chunk_us(d, at, 8000 - at < 128 ? 8000 - at : 128);
+    for (int i = 0; i < 200; i++) step(d, &plan);
+    const int32_t id = send(d, 8000, 1, 1, 0);
+    const double started = d->now_us;
+    d->n_gaps = 0;
+    for (int i = 0; i < 40000 && d->streams[id].is_used; i++) step(d, &plan);
+    const double took = d->now_us - started, over = p99(d->gaps, d->n_gaps);
+    print_message("target %.1f ms, %.1fx: inter-token p99 %.1f ms, read in %.2f times alone, %.0f %% of the time left\n", target * 1e-3,
+                  factors[f], over * 1e-3, took / alone, 100 * alone / left / took);
+    assert_true(over <= target);
+    assert_true(alone / left >= 0.85 * took);
+    close_device(d);
+  }
 }
 
 /* A device on which a long chunk is cheaper by the token, beside decodes or not, and slices pay where chunks fit too: one long prompt, then
@@ -708,7 +758,8 @@ int main(void)
       cmocka_unit_test(test_cost_model_learns), cmocka_unit_test(test_cost_model_follows_the_machine),
       cmocka_unit_test(test_heap_sorts), cmocka_unit_test(test_window),
       cmocka_unit_test(test_prompt_rides_along), cmocka_unit_test(test_prompt_in_slices),
-      cmocka_unit_test(test_slices_by_rate), cmocka_unit_test(test_tiles), cmocka_unit_test(test_slices_give_way),
+      cmocka_unit_test(test_slices_by_rate), cmocka_unit_test(test_stall_on_noisy_device),
+      cmocka_unit_test(test_tiles), cmocka_unit_test(test_slices_give_way),
       cmocka_unit_test(test_no_target_is_no_stall), cmocka_unit_test(test_whole_prompt_stalls),
       cmocka_unit_test(test_tenants_get_equal_shares),
       cmocka_unit_test(test_high_class_keeps_its_latency),
