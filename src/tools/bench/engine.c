@@ -1,6 +1,6 @@
 /* sits2026-bench engine: what the engine does with a real model, in process, without a server.
  *
- *   --scenario stall        four streams decode, a long prompt arrives: inter-token P99 and the prompt's reading time, for several targets
+ *   --scenario stall        streams decode, a long prompt arrives: inter-token P99 and the prompt's reading time, for several targets
  *                           (engine_stall.c)
  *   --scenario speculation  texts that repeat themselves with and without prompt lookup, or what it costs many streams
  *                           (engine_speculation.c)
@@ -38,8 +38,9 @@ static const struct option_spec specs[] = {
     {"texts", OPTION_INT, AT(texts), "10", 1, 1000, "passages", 0, NULL, "speculation", "Passages, or requests of a run."},
     {"output", OPTION_INT, AT(output), "96", 1, 1e5, "tokens", 0, NULL, "speculation", "Tokens per answer."},
     {"draft", OPTION_INT, AT(draft), "8", 1, 64, "tokens", 0, NULL, "speculation", "Longest draft."},
-    {"streams", OPTION_INT, AT(streams), "1", 1, 64, "requests", 0, NULL, "speculation",
-     "At once. More than one: pairs of runs with and without, each of --texts requests."},
+    {"streams", OPTION_INT, AT(streams), "0", 0, 64, "requests", 0, NULL, "stall, speculation",
+     "At once; 0: 4 for stall, 1 for speculation, where more mean pairs of runs with and without, each of --texts requests."},
+    {"step-tokens", OPTION_INT, AT(step_tokens), "512", 16, 1e6, "tokens", 0, NULL, "stall", "Most tokens of a step beside the streams."},
     {"pairs", OPTION_INT, AT(pairs), "30", 1, 1000, "pairs", 0, NULL, "speculation", "Of runs, where there are several streams."},
     {"seconds", OPTION_INT, AT(seconds), "30", 1, 3600, "s", 0, NULL, "classes, tenants, placement", "Each run."},
     {"itl-target-ms", OPTION_FLOAT, AT(itl_target_ms), "0", 0, 1e5, "ms", 0, NULL, "classes, tenants, placement", "Inter-token target."},
@@ -50,7 +51,7 @@ static const struct option_spec specs[] = {
     {"speeds", OPTION_STRING, AT(speeds), "4", 0, 0, "", 0, NULL, "placement", "How much faster than in the trace requests come."},
     {"max-num-seqs", OPTION_INT, AT(max_num_seqs), "256", 1, 4096, "sequences", 0, NULL, "placement", "Decoded together."},
     {"ttft-target-ms", OPTION_FLOAT, AT(ttft_target_ms), "1000", 0, 1e6, "ms", 0, NULL, "placement", "First-token target."},
-    {"kv-cache-gb", OPTION_FLOAT, AT(kv_cache_gb), "1", 0.001, 1000, "GB", 0, NULL, "placement", "Pages of each device."},
+    {"kv-cache-gb", OPTION_FLOAT, AT(kv_cache_gb), "1", 0.001, 1000, "GB", 0, NULL, "stall, placement", "Pages of each device."},
     {"json", OPTION_STRING, AT(json), "", 0, 0, "", 0, NULL, "Options", "File for the result; default stdout."},
 };
 

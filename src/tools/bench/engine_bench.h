@@ -8,7 +8,8 @@
 
 struct engine_bench_options {
   const char *model, *device, *scenario, *text, *kv_cache_dtype, *targets, *json, *trace, *speeds;
-  int64_t threads, prompt, chats, draft, streams, pairs, texts, output, seconds, quiet_tokens, stream_prompt, max_num_seqs;
+  int64_t threads, prompt, chats, draft, streams, pairs, texts, output, seconds, quiet_tokens, stream_prompt, max_num_seqs,
+      step_tokens;
   double itl_target_ms, ttft_target_ms, quiet_ms, kv_cache_gb;
 };
 

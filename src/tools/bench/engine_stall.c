@@ -1,4 +1,4 @@
-/* sits2026-bench engine --scenario stall: four streams decode and a long prompt arrives, for several inter-token targets.
+/* sits2026-bench engine --scenario stall: streams decode and a long prompt arrives, for several inter-token targets.
  *
  * A case opens its own engine: the prompt alone, the streams undisturbed, the streams beside the prompt. The target is a multiple of the
  * undisturbed P99 that the first case measured, which reads the prompt whole and shows the stall. A target of x times that P99 leaves
@@ -16,7 +16,7 @@
 #include "tools/bench/bench.h"
 #include "tools/bench/engine_bench.h"
 
-enum { STREAMS = 4, MOST_GAPS = 200000, MOST_STEPS = MOST_GAPS, WARM_TOKENS = 20, WORST = 12 };
+enum { DEFAULT_STREAMS = 4, MOST_STREAMS = 64, MOST_GAPS = 200000, MOST_STEPS = MOST_GAPS, WARM_TOKENS = 20, WORST = 12 };
 
 /* A stream's tokens as they come: gaps after the first are stored. */
 struct stream { struct sits_request *request; int64_t last_us, n; bool is_done; };
@@ -29,8 +29,8 @@ struct stall { double alone_ms, took_ms, quiet_p99_ms, quiet_p50_ms, p50_ms, p99
 
 struct scene {
   struct engine_run run;
-  struct stream streams[STREAMS];
-  int32_t *prompt, n_vocab, most_tokens;
+  struct stream streams[MOST_STREAMS];
+  int32_t *prompt, n_vocab, most_tokens, n_streams;
   int64_t n_prompt, n_gaps;
   double gaps[MOST_GAPS];
 };
@@ -67,7 +67,7 @@ static void stream_prompt(struct scene *c, int stream)
 
 static void start_streams(struct scene *c)
 {
-  for (int i = 0; i < STREAMS; i++) {
+  for (int i = 0; i < c->n_streams; i++) {
     stream_prompt(c, i);
     c->streams[i] = (struct stream){.request = engine_bench_submit(&c->run, c->prompt, c->run.options->stream_prompt, c->most_tokens)};
   }
@@ -75,20 +75,20 @@ static void start_streams(struct scene *c)
 
 static void take_all(struct scene *c, int64_t *n_gaps)
 {
-  for (int i = 0; i < STREAMS; i++) take(&c->streams[i], c->gaps, n_gaps);
+  for (int i = 0; i < c->n_streams; i++) take(&c->streams[i], c->gaps, n_gaps);
 }
 
 /* Until each has said its first few tokens and n_tokens more; the gaps of those are kept. */
 static void listen(struct scene *c, int64_t n_tokens)
 {
-  int64_t until[STREAMS], n_ignored = MOST_GAPS;
-  for (int i = 0; i < STREAMS; take_all(c, &n_ignored)) {
+  int64_t until[MOST_STREAMS], n_ignored = MOST_GAPS;
+  for (int i = 0; i < c->n_streams; take_all(c, &n_ignored)) {
     if (c->streams[i].n >= WARM_TOKENS || c->streams[i].is_done) i++;
     else engine_bench_nap();
   }
-  for (int i = 0; i < STREAMS; i++) until[i] = c->streams[i].n + n_tokens;
+  for (int i = 0; i < c->n_streams; i++) until[i] = c->streams[i].n + n_tokens;
   c->n_gaps = 0;
-  for (int i = 0; i < STREAMS; take_all(c, &c->n_gaps)) {
+  for (int i = 0; i < c->n_streams; take_all(c, &c->n_gaps)) {
     if (c->streams[i].n >= until[i] || c->streams[i].is_done) i++;
     else engine_bench_nap();
   }
@@ -98,7 +98,7 @@ static void listen(struct scene *c, int64_t n_tokens)
 static bool stop_streams(struct scene *c)
 {
   bool is_whole = true;
-  for (int i = 0; i < STREAMS; i++) {
+  for (int i = 0; i < c->n_streams; i++) {
     sits_request_cancel(c->streams[i].request, -1);
     if (!c->streams[i].is_done) engine_bench_await(c->streams[i].request);
     else is_whole = false;
@@ -111,7 +111,7 @@ static bool stop_streams(struct scene *c)
 /* The streams' prompts come into the prefix cache, so that they all begin at once. */
 static void prepare_streams(struct scene *c)
 {
-  for (int i = 0; i < STREAMS; i++) {
+  for (int i = 0; i < c->n_streams; i++) {
     stream_prompt(c, i);
     struct sits_request *request = engine_bench_submit(&c->run, c->prompt, c->run.options->stream_prompt, 1);
     engine_bench_await(request);
@@ -132,18 +132,18 @@ static double read_alone(struct scene *c)
 /* Until every stream has spoken once more after the prompt was read: the longest gap ends then. Returns the reading time. */
 static double read_beside(struct scene *c)
 {
-  int64_t until[STREAMS] = {0}, n_ignored = MOST_GAPS;
+  int64_t until[MOST_STREAMS] = {0}, n_ignored = MOST_GAPS;
   engine_bench_prompt(c->prompt, c->n_prompt, c->n_vocab, 8);
   const int64_t started_us = clock_monotonic_us();
   struct stream longer = {.request = engine_bench_submit(&c->run, c->prompt, c->n_prompt, 1)};
   c->n_gaps = 0;
   atomic_store(&step_log.n, 0);
   atomic_store(&step_log.is_on, true);
-  for (int i = 0; !longer.is_done || i < STREAMS;) {
+  for (int i = 0; !longer.is_done || i < c->n_streams;) {
     const bool was_done = longer.is_done;
     take(&longer, c->gaps, &n_ignored);
     take_all(c, &c->n_gaps);
-    for (int k = 0; k < STREAMS && !was_done; k++) until[k] = c->streams[k].n + 1;
+    for (int k = 0; k < c->n_streams && !was_done; k++) until[k] = c->streams[k].n + 1;
     if (was_done && (c->streams[i].n >= until[i] || c->streams[i].is_done)) i++;
     else engine_bench_nap();
   }
@@ -155,16 +155,19 @@ static double read_beside(struct scene *c)
 static bool measure(const struct engine_bench_options *o, double itl_target_ms, bool is_whole, struct stall *out)
 {
   struct scene *c = &scene;
-  struct instance_options more = {.max_num_seqs = 8, .itl_target_us = (int64_t)(itl_target_ms * 1000),
+  c->n_streams = o->streams > 0 ? (int32_t)o->streams : DEFAULT_STREAMS;
+  struct instance_options more = {.max_num_seqs = c->n_streams + 4, .itl_target_us = (int64_t)(itl_target_ms * 1000),
+                                  .kv_cache_bytes = (uint64_t)(o->kv_cache_gb * 1e9),
                                   .policy = is_whole ? "continuous" : "alps", .on_step = note_step, .step_user = &step_log,
                                   .prefix_caching = true,
-                                  .max_num_batched_tokens = is_whole ? (int32_t)o->prompt : 512};
+                                  .max_num_batched_tokens = (int32_t)(is_whole ? o->prompt : o->step_tokens)};
   struct instance_info info;
   const int64_t longest = o->prompt > o->stream_prompt ? o->prompt : o->stream_prompt;
   if (!engine_bench_open(&c->run, o, more, longest + 1)) return false;
   instance_info(c->run.instance, &info);
   c->n_vocab = instance_model(c->run.instance)->config.n_vocab;
-  c->most_tokens = info.max_model_len - (int32_t)o->stream_prompt;
+  const int64_t share = ((int64_t)info.n_pages * KV_PAGE_TOKENS - longest) / c->n_streams - KV_PAGE_TOKENS; /* all fit, whatever they say */
+  c->most_tokens = (int32_t)(share < info.max_model_len ? share : info.max_model_len) - (int32_t)o->stream_prompt;
   c->n_prompt = o->prompt;
   c->prompt = mem_calloc((size_t)longest, sizeof *c->prompt);
   if (!c->prompt) return false;
@@ -178,7 +181,7 @@ static bool measure(const struct engine_bench_options *o, double itl_target_ms, 
   start_streams(c);
   listen(c, WARM_TOKENS);
   out->took_ms = read_beside(c);
-  out->tokens_beside = c->n_gaps / STREAMS;
+  out->tokens_beside = c->n_gaps / c->n_streams;
   out->p50_ms = bench_percentile(c->gaps, c->n_gaps, 50);
   out->p99_ms = bench_percentile(c->gaps, c->n_gaps, 99);
   out->worst_ms = bench_percentile(c->gaps, c->n_gaps, 100);
@@ -213,6 +216,22 @@ static json_t *worst_steps(void)
   return rows;
 }
 
+/* What a step consisted of on average. */
+static json_t *mean_step(void)
+{
+  const int n = atomic_load(&step_log.n);
+  double step = 0, slice = 0, batch = 0, prompt = 0;
+  for (int i = 0; i < n; i++) {
+    const struct engine_step_times *t = &step_log.steps[i];
+    step += (double)t->step_us, slice += (double)t->sliced_us, batch += (double)t->batch_us, prompt += (double)t->n_prompt_tokens;
+  }
+  const double per = n > 0 ? 1.0 / n : 0;
+  fprintf(stderr, "    %d steps of %.2f ms: slices %.2f, batch %.2f with %.0f prompt tokens, host %.2f\n", n, step * per * 1e-3,
+          slice * per * 1e-3, batch * per * 1e-3, prompt * per, (step - slice - batch) * per * 1e-3);
+  return json_pack("{s:i, s:f, s:f, s:f, s:f}", "n", n, "step_us", step * per, "sliced_us", slice * per, "batch_us", batch * per,
+                   "prompt_tokens", prompt * per);
+}
+
 static void put(json_t *row, const char *key, double value)
 {
   json_object_set_new(row, key, json_real(value));
@@ -239,6 +258,7 @@ static json_t *row_of(const char *name, double target_ms, double quiet_ms, const
           "share %.2f; ", name, target_ms, s->p99_ms, target_ms > 0 ? s->p99_ms / target_ms : 0, s->p50_ms, s->worst_ms, s->took_ms,
           s->took_ms / s->alone_ms, s->alone_ms, ideal_ms / s->took_ms);
   fprintf(stderr, "quiet p99 %.2f p50 %.2f; each said %lld\n", s->quiet_p99_ms, s->quiet_p50_ms, (long long)s->tokens_beside);
+  json_object_set_new(row, "mean_step", mean_step());
   json_object_set_new(row, "worst_steps", worst_steps());
   return row;
 }
