@@ -24,8 +24,8 @@
 
 #define BACK_OFF_US 50000
 
-#define LOOK_INTERVAL_MS 50               /* at health, and at connections that no call has come on yet */
-#define UNBEGUN_BYTES (INT64_C(64) << 20) /* that all of those together may have sent */
+#define LOOK_INTERVAL_MS 20               /* at health, and at connections that no call has come on yet */
+#define UNBEGUN_BYTES (INT64_C(16) << 20) /* that all of those together may have sent */
 #define MOST_DISCARDS 64                  /* reads */
 #define MOST_CALLS (2 * RPC_STREAMS_PER_CONNECTION) /* of a connection at once: as many streams may be open, others may be ending */
 
