@@ -113,7 +113,7 @@ def test_calls_that_are_left_are_not_taken_for_abuse(server):
 
 
 def test_headers_without_end_are_cut(server):
-    """100 connections send 1 MB of a header each and hold it: all together may have sent 64 MB."""
+    """100 connections send 1 MB of a header each and hold it: all together may have sent 16 MB."""
     start = b"\x00\x01x\x7f\x81\xff\x3f"  # a literal header whose value is to have 1 MB
     n_cuts, before, socks = cuts(server, "begins no call"), memory_mb(server), []
     for _ in range(100):
