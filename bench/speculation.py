@@ -93,6 +93,8 @@ def chat(text, max_tokens, **more):
 
 def passages(path, n, size):
     lines = [line.strip() for line in open(path, encoding="utf-8") if len(line) > size]
+    if len(lines) < n:
+        raise SystemExit(f"{path}: {n} lines of more than {size} characters are wanted, it has {len(lines)}")
     return [line[:size] for line in lines[:n]]
 
 
