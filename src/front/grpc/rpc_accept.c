@@ -25,7 +25,8 @@
 #define BACK_OFF_US 50000
 
 #define LOOK_INTERVAL_MS 20               /* at health, and at connections that no call has come on yet */
-#define UNBEGUN_BYTES (INT64_C(16) << 20) /* that all of those together may have sent */
+#define UNBEGUN_FREE (INT64_C(128) << 10) /* what one may have sent: headers, and of a message its first window (64 KiB) */
+#define UNBEGUN_BYTES (INT64_C(16) << 20) /* that all which sent more may have sent together */
 #define MOST_DISCARDS 64                  /* reads */
 #define MOST_CALLS (2 * RPC_STREAMS_PER_CONNECTION) /* of a connection at once: as many streams may be open, others may be ending */
 
@@ -34,7 +35,7 @@ struct rpc_connection {
   ino_t inode;
   bool has_begun;                         /* a call came on it */
   bool is_cut;
-  int64_t n_received;                     /* bytes, at the last look; only looked at before a call came */
+  int64_t n_received;                     /* bytes at the last look, 0 up to UNBEGUN_FREE; only looked at before a call came */
   int64_t second, n_taken_back;           /* calls taken back in that second of the monotonic clock */
   int64_t n_calls;                        /* begun and not freed */
 };
@@ -108,8 +109,9 @@ void rpc_accept_taken_back(struct rpc_server *server, int fd)
   pthread_mutex_unlock(&server->connection_mutex);
 }
 
-/* What a connection sent before its first call is whole lies in the library's memory, without a limit of the library's. While all such
- * connections together hold too much, the one that sent most is cut. False: there is no such connection. */
+/* What a connection sent before its first call begins lies in the library's memory, without a limit of the library's. While all such
+ * connections that sent more than a client can need together hold too much, the one that sent most is cut. False: no connection is without
+ * a call. */
 static bool look_at_unbegun(struct rpc_server *server)
 {
   int64_t n_bytes = 0, n_unbegun = 0;
@@ -121,6 +123,7 @@ static bool look_at_unbegun(struct rpc_server *server)
     connection->n_received = 0;
     if (connection->has_begun || connection->is_cut || !is_open(connection)) continue;
     if (!getsockopt(connection->fd, IPPROTO_TCP, TCP_INFO, &info, &n)) connection->n_received = (int64_t)info.tcpi_bytes_received;
+    if (connection->n_received <= UNBEGUN_FREE) connection->n_received = 0;
     n_bytes += connection->n_received;
     n_unbegun++;
   }
