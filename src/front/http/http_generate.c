@@ -37,7 +37,6 @@ static ssize_t read_stream(void *context, uint64_t position, char *to, size_t ma
   bool resumes = false;
   ssize_t result = 0;
   pthread_mutex_lock(&request->mutex);
-  http_looked_locked(request);
   if (request->is_gone) {
     result = MHD_CONTENT_READER_END_WITH_ERROR;
   } else if (unsent_bytes(request)) {
@@ -104,10 +103,8 @@ static void sink_flush(void *context)
 {
   struct http_request *request = context;
   pthread_mutex_lock(&request->mutex);
-  bool wakes = unsent_bytes(request) && http_claim_locked(request, HTTP_WAIT_BYTES);
+  if (unsent_bytes(request)) http_wake_locked(request, HTTP_WAIT_BYTES);
   pthread_mutex_unlock(&request->mutex);
-  if (wakes) MHD_resume_connection(request->connection);
-  net_pace_wait(&request->server->pace);
 }
 
 static bool sink_is_full(void *context)
@@ -128,20 +125,18 @@ static void sink_done(void *context, const struct api_result *result)
   buf_init(&whole, MAX_WHOLE_BYTES);
   pthread_mutex_lock(&request->mutex);
   request->usage = result->usage;
-  bool is_stream = request->is_stream, wakes = false;
+  bool is_stream = request->is_stream;
   if (is_stream) {
     request->outcome = result->status;
     request->out.failed = false; /* the end is always said, even when memory was short before */
     http_reply_done(&request->reply, result, &request->out);
     request->is_finished = true;
     if (request->out.failed) request->is_gone = true;
-    wakes = http_claim_locked(request, HTTP_WAIT_BYTES);
+    http_wake_locked(request, HTTP_WAIT_BYTES);
   } else if (!result->status) {
     http_reply_done(&request->reply, result, &whole);
   }
   pthread_mutex_unlock(&request->mutex);
-  if (wakes) MHD_resume_connection(request->connection);
-  if (is_stream) net_pace_wait(&request->server->pace);
   if (!is_stream && result->status) http_respond_error(request, result->status, result->text, NULL);
   else if (!is_stream) http_respond(request, MHD_HTTP_OK, "application/json", &whole);
   http_request_unref(request); /* the sink's */

@@ -10,7 +10,6 @@
 #include "front/api/api_record.h"
 #include "front/http/http_reply.h"
 #include "front/http/http_server.h"
-#include "front/net/net_pace.h"
 #include "front/net/net_work.h"
 
 #define HTTP_STREAM_HIGH_BYTES (256 << 10) /* a stream's unsent bytes beyond which its events stay in the engine */
@@ -37,7 +36,7 @@ struct http_request {
   struct http_server *server;         /* [init] */
   atomic_int n_refs;                  /* [atomic] MHD, worker, sink, look-ups */
   uint64_t number;                    /* [init] unique, what the watcher's epoll carries */
-  struct MHD_Connection *connection;  /* [mutex] usable until is_completed; also by who has claimed its resumption */
+  struct MHD_Connection *connection;  /* [mutex] usable until is_completed */
   int fd;                             /* [mutex] likewise */
   int route;                          /* [init] index, -1 unknown */
   const char *tail;                   /* [pool] what follows a prefix route's path; valid within the handler */
@@ -75,7 +74,6 @@ struct http_request {
   size_t out_at;                      /* [mutex] */
   bool is_finished;                   /* [mutex] nothing will be appended to out */
   bool is_stalled;                    /* [mutex] the api was told that out is full */
-  bool is_given;                      /* [mutex] woken for bytes, and the pool has not looked yet: counted in server.pace */
   int64_t oldest_us;                  /* [mutex] when the engine handed over the oldest unsent token, 0 none */
   int64_t last_write_us;              /* [mutex] of bytes taken by the writer */
   struct api_usage usage;           /* [mutex] for the log line */
@@ -105,7 +103,6 @@ struct http_server {
   struct http_request *watched[HTTP_WATCH_BUCKETS]; /* [mutex] */
 
   struct net_work work;
-  struct net_pace pace;               /* streams that were woken for bytes, from the delivery thread to the pool */
 
   int epoll_fd, stop_fd;              /* [init] */
   pthread_t watcher;
@@ -118,11 +115,6 @@ void http_request_ref(struct http_request *request);
 void http_request_unref(struct http_request *request);
 /* Wake the connection if it sleeps for this reason; the request's mutex is held. */
 void http_wake_locked(struct http_request *request, enum http_wait wait);
-/* The first half of it. True: the caller, and nobody else, must call MHD_resume_connection, best without the mutex: the pool's thread that
- * wakes wants it at once. Until then libmicrohttpd leaves the connection alone. */
-bool http_claim_locked(struct http_request *request, enum http_wait wait) SITS_MUST_CHECK;
-/* The pool looks at a stream that was woken for bytes, or never will; the request's mutex is held. */
-void http_looked_locked(struct http_request *request);
 /* Parse the body and free it; the grant and the class are set. Before anything that needs the model. */
 enum sits_status http_request_parse(struct http_request *request, struct api_request **out, struct sits_error *err) SITS_MUST_CHECK;
 /* Free the body and give its bytes back to the server's budget. */

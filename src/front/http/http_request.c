@@ -109,27 +109,11 @@ enum sits_status http_request_parse(struct http_request *request, struct api_req
   return status;
 }
 
-bool http_claim_locked(struct http_request *request, enum http_wait wait)
-{
-  if (wait == HTTP_WAIT_NONE || request->wait != wait || request->is_completed) return false;
-  request->wait = HTTP_WAIT_NONE;
-  if (wait == HTTP_WAIT_BYTES) {
-    request->is_given = true;
-    net_pace_give(&request->server->pace);
-  }
-  return true;
-}
-
 void http_wake_locked(struct http_request *request, enum http_wait wait)
 {
-  if (http_claim_locked(request, wait)) MHD_resume_connection(request->connection);
-}
-
-void http_looked_locked(struct http_request *request)
-{
-  if (!request->is_given) return;
-  request->is_given = false;
-  net_pace_take(&request->server->pace);
+  if (wait == HTTP_WAIT_NONE || request->wait != wait || request->is_completed) return;
+  request->wait = HTTP_WAIT_NONE;
+  MHD_resume_connection(request->connection);
 }
 
 static void add_header(void *response, const char *name, const char *value) { MHD_add_response_header(response, name, value); }
