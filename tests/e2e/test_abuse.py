@@ -97,6 +97,26 @@ def test_a_connection_that_takes_its_calls_back_is_cut(server):
     server.wait_quiet()
 
 
+def test_a_call_is_taken_back_once(server):
+    """700 calls opened and reset are fewer than the 1,024 that a connection may take back in a second, however fast they come."""
+    n_cuts, sock = cuts(server, ""), server.target.connect(server.target.grpc)
+    begun = server.metric("grpc_requests_in_flight")
+    calls = b"".join(abuse.frame(1, 4, at, abuse.call_headers(abuse.GENERATE)) + abuse.frame(3, 0, at, b"\0\0\0\x08")
+                     for at in range(1, 1401, 2))
+    sock.sendall(abuse.PREFACE + abuse.frame(4, 0, 0) + calls)
+    sock.settimeout(60 * SLOW)
+    sock.sendall(abuse.frame(6, 0, 0, b"01234567"))
+    received = b""
+    while abuse.frame(6, 1, 0, b"01234567") not in received:  # answered in order: all of them have come
+        more = sock.recv(65536)
+        assert more, "the connection was closed"
+        received += more
+    wait_for(lambda: server.metric("grpc_requests_in_flight") <= begun, 60)
+    sock.close()
+    assert cuts(server, "") == n_cuts
+    server.wait_quiet()
+
+
 def test_calls_that_are_left_are_not_taken_for_abuse(server):
     """A client may leave as many calls at once as it may have open on a connection."""
     n_cuts = cuts(server, "")

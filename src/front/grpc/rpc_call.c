@@ -478,11 +478,21 @@ static void on_new(struct rpc *rpc, bool ok)
   rpc_unref(rpc);
 }
 
+/* A call counts once, whether its message or its end shows it first. */
+static void note_taken_back(struct rpc *rpc)
+{
+  pthread_mutex_lock(&rpc->mutex);
+  bool is_first = !rpc->is_taken_back;
+  rpc->is_taken_back = true;
+  pthread_mutex_unlock(&rpc->mutex);
+  if (is_first) rpc_accept_taken_back(rpc->server, rpc->fd);
+}
+
 static void on_payload(struct rpc *rpc, bool ok)
 {
   struct sits_error err = {0};
-  rpc->received_us = clock_monotonic_us();
-  if (!rpc->payload) rpc_accept_taken_back(rpc->server, rpc->fd);
+  if (rpc->payload) rpc->received_us = clock_monotonic_us();
+  else note_taken_back(rpc);
   pthread_mutex_lock(&rpc->mutex);
   bool is_closed = rpc->is_closed;
   pthread_mutex_unlock(&rpc->mutex);
@@ -525,7 +535,7 @@ static void on_close(struct rpc *rpc, bool ok)
   struct outcome outcome = {sent_code(rpc), rpc->usage};
   pthread_mutex_unlock(&rpc->mutex);
   note_end(rpc, &outcome);
-  if (rpc->is_cancelled && rpc->ended_us - rpc->started_us < TAKEN_BACK_US) rpc_accept_taken_back(rpc->server, rpc->fd);
+  if (rpc->is_cancelled && rpc->ended_us - rpc->started_us < TAKEN_BACK_US) note_taken_back(rpc);
   if (left) metrics_add(rpc->server->metrics, METRICS_DISCONNECTS, 1);
   if (call) api_call_cancel(call, SITS_CANCELLED); /* does nothing when it is done */
   rpc_unref(rpc);

@@ -84,6 +84,7 @@ struct rpc {
 
   pthread_mutex_t mutex;
   bool is_closed;                      /* [mutex] the close tag came: nothing more is sent */
+  bool is_taken_back;                  /* [mutex] counted as such */
   bool is_broken;                      /* [mutex] a write failed */
   bool is_writing, is_kicked;          /* [mutex] */
   bool has_sent_head;                  /* [mutex] initial metadata */

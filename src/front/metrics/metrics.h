@@ -59,7 +59,7 @@ void metrics_reading(struct metrics *metrics, int64_t change);
 /* What the model takes of its device; set once it is loaded. codec is the KV pages' and a constant. */
 struct metrics_memory { const char *codec; uint64_t page_bytes, weight_bytes, kv_bytes, draft_weight_bytes, draft_kv_bytes; };
 void metrics_set_memory(struct metrics *metrics, const struct metrics_memory *memory);
-/* Whether the audit log's lines get to the disk; shown once it was told. */
+/* Whether the audit log's lines are written; shown once it was told. */
 void metrics_set_audit(struct metrics *metrics, bool is_writing);
 /* Look for GPUs, where the machine has NVML (metrics_gpu.h). */
 void metrics_watch_gpus(struct metrics *metrics);
