@@ -314,20 +314,21 @@ void alps_note_slice(struct alps *alps, const struct alps_plan *plan, int64_t ow
 
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
-  double items_us = (double)(step_us - plan->sliced_us);
+  const int64_t own_us = step_us - plan->once_us;
+  double items_us = (double)(own_us - plan->sliced_us);
   int32_t n_read = plan->work.n_prompt_tokens + plan->ended_tokens + (plan->slice_ended ? plan->slice.n_tokens : 0);
   alps_cost_observe(&alps->cost, &plan->work, items_us);
   if (plan->slice.id >= 0) alps_note_slice(alps, plan, plan->sliced_us - plan->ended_us);
-  if (n_read > 0 || plan->sliced_us > 0) alps_note_reading(alps, n_read, (double)step_us);
+  if (n_read > 0 || plan->sliced_us > 0) alps_note_reading(alps, n_read, (double)own_us);
   note_verify(alps, plan, items_us);
   int64_t slice_us = plan->sliced_us < plan->slice_us ? plan->sliced_us : plan->slice_us; /* what it took beyond its time is excess too */
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0)
-    alps_window_add(&alps->excess, step_us - slice_us - plan->predicted_us, 1, false);
+    alps_window_add(&alps->excess, own_us - slice_us - plan->predicted_us, 1, false);
   alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
     alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * (items_us - alps->decode_us);
   }
-  if (alps->options.itl_target_us > 0 && plan->n_decode > 0) control(alps, plan, step_us);
+  if (alps->options.itl_target_us > 0 && plan->n_decode > 0) control(alps, plan, own_us);
 }
 
 void alps_counts(const struct alps *alps, struct alps_counts *out)

@@ -109,6 +109,7 @@ struct alps_plan {
   /* Set by the caller before alps_report and alps_plan_more. */
   int64_t sliced_us;           /* that the slice took; behind alps_plan_more all slices of the step */
   bool slice_ended;            /* the chunk is computed */
+  int64_t once_us;             /* of the step's time, for what the device does once and not again: no cost that a prediction needs */
   /* alps_plan_more's own: slices of the step that have ended already. */
   int64_t ended_us;
   int32_t ended_tokens;

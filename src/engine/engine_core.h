@@ -33,6 +33,7 @@ struct engine_step_times {
   int64_t predicted_us;          /* the planner's prediction of the batch */
   int64_t batch_us;              /* what it took, submission to results */
   int64_t slice_us, sliced_us;   /* how much of the step might pass before a slice ends, and how long slices took; 0 without one */
+  int64_t once_us;               /* of batch_us: capturing a step that was not captured yet */
 };
 typedef void (*engine_step_fn)(void *user, const struct engine_step_times *times);
 

@@ -141,13 +141,22 @@ static void tell_step(struct sits_engine *engine, int64_t step_us)
   if (!engine->options.on_step) return;
   const struct engine_step_times times = {.n_decode = plan->n_decode, .n_prompt_tokens = plan->work.n_prompt_tokens, .step_us = step_us,
                                           .predicted_us = plan->predicted_us, .batch_us = engine->compute_us,
-                                          .slice_us = plan->slice_us, .sliced_us = plan->sliced_us};
+                                          .slice_us = plan->slice_us, .sliced_us = plan->sliced_us, .once_us = plan->once_us};
   engine->options.on_step(engine->options.step_user, &times);
+}
+
+/* What the device has spent on capturing steps; it forgets that with the captured steps. */
+static int64_t capture_us(const struct sits_engine *engine)
+{
+  struct backend_stats stats = {0};
+  if (engine->options.vtable->stats) engine->options.vtable->stats(engine->options.program, &stats);
+  return stats.capture_us;
 }
 
 static void forward_and_sample(struct sits_engine *engine)
 {
   struct backend_result result = {0};
+  const int64_t captured_us = capture_us(engine);
   int64_t started_us = clock_monotonic_us();
   if (engine->is_continuous) {
     int64_t serial_us = started_us - engine->last_step_end_us - engine->plan.sliced_us - engine->slice.reported_us;
@@ -167,6 +176,8 @@ static void forward_and_sample(struct sits_engine *engine)
     return;
   }
   engine_outputs(engine, &result);
+  const int64_t all_captured_us = capture_us(engine);
+  engine->plan.once_us = all_captured_us - (all_captured_us >= captured_us ? captured_us : 0);
   int64_t own_us = now_us - from_us - engine->draft_us - engine->slice.reported_us; /* the planner's costs are the model's own */
   alps_report(engine->alps, &engine->plan, own_us);
   engine->stats.step_us_ewma += 0.1 * ((double)(now_us - from_us) - engine->stats.step_us_ewma);

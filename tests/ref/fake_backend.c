@@ -10,7 +10,7 @@
 #include "base/hash.h"
 #include "base/mem.h"
 
-enum { FAKE_MAX_DRAWN = 1024, FAKE_MAX_SENDS = 64 };
+enum { FAKE_MAX_DRAWN = 1024, FAKE_MAX_SENDS = 64, FAKE_MAX_CAPTURED = 64 };
 
 struct backend_kv {
   int32_t *ids;               /* [n_pages][columns][P], -1 = never written; the columns of a page hold the same, until blocks are copied */
@@ -30,6 +30,8 @@ struct backend_program {
   bool is_sampled;            /* tokens were drawn */
   bool has_logits;            /* the logits are given out */
   int32_t drawn[FAKE_MAX_DRAWN];
+  bool is_captured[FAKE_MAX_CAPTURED];
+  struct backend_stats stats;
   struct backend_kv *kv;      /* of a lane, as what follows: the chunk, the tokens of it that are written, its number */
   const struct backend_batch *batch;
   int32_t n_written, step;
@@ -243,6 +245,21 @@ static int32_t draw_token(const float *logits, int32_t n, const struct backend_s
   return n - 1;
 }
 
+static void capture(struct backend_program *program, const struct backend_batch *b)
+{
+  const int delay_us = atomic_load(&program->rig->capture_delay_us);
+  if (delay_us == 0 || b->n_tokens != b->n_seqs || b->n_seqs >= FAKE_MAX_CAPTURED || program->is_captured[b->n_seqs]) return;
+  program->is_captured[b->n_seqs] = true;
+  program->stats.n_graphs++;
+  program->stats.capture_us += delay_us;
+  usleep((useconds_t)delay_us);
+}
+
+static void stats_of(const struct backend_program *program, struct backend_stats *out)
+{
+  *out = program->stats;
+}
+
 static enum sits_status submit(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *b)
 {
   struct fake_rig *rig = program->rig;
@@ -265,6 +282,7 @@ static enum sits_status submit(struct backend_program *program, struct backend_k
   if (b->n_seqs > atomic_load(&rig->largest_seqs)) atomic_store(&rig->largest_seqs, b->n_seqs);
   int delay_us = atomic_load(&rig->step_delay_us) + atomic_load(&rig->token_delay_us) * b->n_tokens;
   if (delay_us > 0) usleep((useconds_t)delay_us);
+  capture(program, b);
   return SITS_OK;
 }
 
@@ -280,7 +298,7 @@ static enum sits_status wait_batch(struct backend_program *program, struct backe
 static const struct backend_vtable FAKE = {
     .abi = BACKEND_ABI, .name = "fake", .kv_page_bytes = page_bytes, .kv_copy_pages = copy_pages, .kv_copy_blocks = copy_blocks,
     .kv_read_page = read_page, .kv_write_page = write_page, .kv_expect = expect_pages, .kv_send = send_pages, .kv_sent = finish_sends,
-    .submit = submit, .wait = wait_batch,
+    .submit = submit, .wait = wait_batch, .stats = stats_of,
 };
 
 const struct backend_vtable *fake_vtable(void)

@@ -208,10 +208,10 @@ static json_t *worst_steps(void)
     fprintf(stderr, "    step %7.2f ms: slice %7.2f of %7.2f, batch %7.2f (predicted %7.2f), host %5.2f\n", (double)t->step_us * 1e-3,
             (double)t->sliced_us * 1e-3, (double)t->slice_us * 1e-3, (double)t->batch_us * 1e-3, (double)t->predicted_us * 1e-3,
             (double)(t->step_us - t->sliced_us - t->batch_us) * 1e-3);
-    json_array_append_new(rows, json_pack("{s:I, s:I, s:I, s:I, s:I, s:i}", "step_us", (json_int_t)t->step_us, "slice_us",
+    json_array_append_new(rows, json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:i}", "step_us", (json_int_t)t->step_us, "slice_us",
                                           (json_int_t)t->slice_us, "sliced_us", (json_int_t)t->sliced_us, "batch_us",
-                                          (json_int_t)t->batch_us, "predicted_us", (json_int_t)t->predicted_us, "prompt_tokens",
-                                          (int)t->n_prompt_tokens));
+                                          (json_int_t)t->batch_us, "once_us", (json_int_t)t->once_us, "predicted_us",
+                                          (json_int_t)t->predicted_us, "prompt_tokens", (int)t->n_prompt_tokens));
   }
   return rows;
 }

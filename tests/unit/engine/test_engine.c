@@ -94,6 +94,51 @@ static void test_many_share_steps(void **state)
   rig_close(&rig);
 }
 
+enum { CAPTURE_US = 3000 };
+static struct { int32_t n_steps, n_captured; bool is_seen[8]; } captures;
+
+/* engine_options.on_step: the first batch of each number of sequences, all of one token, captures, and no other. */
+static void note_captures(void *user, const struct engine_step_times *t)
+{
+  (void)user;
+  const bool is_first = t->n_prompt_tokens == 0 && !captures.is_seen[t->n_decode];
+  captures.is_seen[t->n_decode] |= is_first;
+  captures.n_captured += is_first;
+  captures.n_steps++;
+  assert_int_equal(t->once_us, is_first ? CAPTURE_US : 0);
+  assert_true(t->step_us >= t->batch_us && t->batch_us >= t->once_us);
+}
+
+/* The planner is told what of a step's time the backend spent on capturing it. */
+static void test_captures_are_told(void **state)
+{
+  static struct rig rig;
+  static struct rig_answer answers[3];
+  struct sits_request *requests[3];
+  int32_t prompt[20];
+  struct engine_options options = rig_options();
+  (void)state;
+  memset(&captures, 0, sizeof captures);
+  memset(answers, 0, sizeof answers);
+  options.on_step = note_captures;
+  rig_open(&rig, options, 64);
+  atomic_store(&rig.fake.capture_delay_us, CAPTURE_US);
+  for (int i = 0; i < 3; i++) {
+    struct sits_sampling sampling = rig_greedy(10 + 10 * i);
+    sampling.ignore_eos = true;
+    rig_prompt(prompt, 20, 70 + (uint32_t)i);
+    requests[i] = rig_submit(&rig, prompt, 20, 1, sampling);
+  }
+  for (int i = 0; i < 3; i++) {
+    rig_run(&rig, requests[i], &answers[i], 1);
+    sits_request_release(requests[i]);
+  }
+  assert_int_equal(captures.n_captured, 3); /* three, two, one */
+  assert_true(captures.n_steps >= 30);
+  rig_close(&rig);
+  assert_int_equal(mem_live_blocks(), 0);
+}
+
 static void test_tiny_pool_preempts(void **state)
 {
   enum { N = 12 };
@@ -715,7 +760,8 @@ static void test_stop_ids_and_min_tokens(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_timing_stages),
-      cmocka_unit_test(test_one_request), cmocka_unit_test(test_many_share_steps), cmocka_unit_test(test_tiny_pool_preempts),
+      cmocka_unit_test(test_one_request), cmocka_unit_test(test_many_share_steps), cmocka_unit_test(test_captures_are_told),
+      cmocka_unit_test(test_tiny_pool_preempts),
       cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_choices_share_all_pages),
       cmocka_unit_test(test_neighbours_do_not_decide_who_draws),
       cmocka_unit_test(test_stop_is_counted_as_stop), cmocka_unit_test(test_batch_beyond_the_queue_is_no_retry),
