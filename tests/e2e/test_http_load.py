@@ -121,6 +121,37 @@ def test_1000_random_disconnects_leave_nothing(loaded):
     assert loaded.complete(max_tokens=2)[0] == 200
 
 
+def test_bodies_that_end_early_leave_nothing(loaded):
+    """A client that leaves in the middle of its body, the end of the connection right behind the bytes: seen at once, not after the idle
+    timeout, whether or not the server had begun to read."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 200\r\n\r\n"
+    for number in range(300):
+        with loaded.connect() as sock:
+            sock.sendall(head + b"x" * 50)
+            if number % 3 == 0:
+                time.sleep(0.005)  # so that the server waits for the rest
+                sock.sendall(b"x" * 50)
+            if number % 5 == 0:
+                sock.shutdown(socket.SHUT_WR)
+                assert not sock.recv(1)  # cut, without an answer
+    end = time.time() + 10 * SLOW
+    while loaded.metric("http_requests_in_flight") > 1:
+        assert time.time() < end, loaded.metric("http_requests_in_flight")
+        time.sleep(0.05)
+
+
+def test_a_whole_body_is_read_when_its_end_comes_with_it(loaded):
+    """An answer that needs no engine still reaches a client that has shut its sending side down behind a body."""
+    for number in range(50):
+        with loaded.connect() as sock:
+            sock.sendall(b"GET /health/live HTTP/1.1\r\nHost: t\r\nContent-Length: 4\r\nConnection: close\r\n\r\nxx")
+            if number % 2:
+                time.sleep(0.005)
+            sock.sendall(b"xx")
+            sock.shutdown(socket.SHUT_WR)
+            assert read_response(sock.makefile("rb"))[0] == 200
+
+
 def test_a_client_that_does_not_read_is_bounded(launch):
     """Its stream is paused at a bounded buffer, others go on, and the idle timeout ends it."""
     server = launch(TINY, "--http-idle-timeout-s", 2)

@@ -205,11 +205,11 @@ void http_answer_generate(struct http_request *request)
 bool http_request_abandon(struct http_request *request)
 {
   pthread_mutex_lock(&request->mutex);
-  bool is_answered = request->is_completed || (request->is_stream ? request->is_finished : request->response != NULL);
+  bool is_ended = request->is_gone || request->is_completed || (request->is_stream ? request->is_finished : request->response != NULL);
   request->is_gone = true;
   struct api_call *call = request->call;
   http_wake_locked(request, HTTP_WAIT_BYTES);
   pthread_mutex_unlock(&request->mutex);
   if (call) api_call_cancel(call, SITS_CANCELLED);
-  return !is_answered;
+  return !is_ended;
 }

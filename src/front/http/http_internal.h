@@ -55,6 +55,7 @@ struct http_request {
   bool is_crowded;                    /* [pool] there was no memory for its body */
   size_t n_dropped_bytes;             /* [pool] of a body that is not kept */
   bool is_watched;                    /* [pool] */
+  bool has_hung_up;                   /* [mutex] the client will send nothing more, and the request was not complete then */
 
   pthread_mutex_t mutex;
   enum http_wait wait;                /* [mutex] */
@@ -151,6 +152,7 @@ void http_cors_add_headers(struct http_request *request, struct MHD_Response *re
 
 /* http_watch.c */
 enum sits_status http_watch_start(struct http_server *server, struct sits_error *err) SITS_MUST_CHECK;
+/* Look for the client's leaving from now on; again once the request is complete, for before that a hang-up means something else. */
 void http_watch_add(struct http_request *request);
 void http_watch_remove(struct http_request *request);
 void http_watch_stop(struct http_server *server);

@@ -112,6 +112,12 @@ static bool has_json_type(const struct http_request *request)
   return !strncasecmp(type, json, sizeof json - 1) && strchr(" ;\t", type[sizeof json - 1]); /* strchr finds the terminator too */
 }
 
+static bool has_body(const struct http_request *request)
+{
+  return MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_CONTENT_LENGTH) ||
+         MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_TRANSFER_ENCODING);
+}
+
 /* Decide on headers, key, quota, role, route, method, type and drain, in this order; on failure the answer is stored. */
 static enum sits_status check_head(struct http_request *request, const char *method)
 {
@@ -209,7 +215,9 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
     *slot = request;
     const char *tail = NULL;
     request->route = http_route_find(url, &tail);
-    return http_cors_preflight(request, method) || check_head(request, method) ? queue_answer(request) : MHD_YES;
+    if (http_cors_preflight(request, method) || check_head(request, method)) return queue_answer(request);
+    if (has_body(request)) http_watch_add(request);
+    return MHD_YES;
   }
   if (*n_upload) {
     enum MHD_Result result = take_body(request, upload, *n_upload);

@@ -4,7 +4,12 @@
  * The set holds each socket with EPOLLRDHUP once; a hang-up or half-close ends the request's call within a step. (A client that closes its
  * sending side after the request therefore counts as gone.) Events carry the request's number, never a pointer. A few times a second the
  * thread also sends a comment on streams that have been silent for long, so that proxies and clients see life, and cuts requests whose body
- * takes too long to arrive. */
+ * takes too long to arrive.
+ *
+ * A request whose body is still expected is watched too. libmicrohttpd polls edge-triggered and takes a read that fills less than its
+ * buffer for the last one: the end of a connection that came together with the bytes before it is never looked at, and the request would
+ * stay until the idle timeout. Shutting the reading side down, which the peer has ended anyway, makes a new edge; what has arrived is still
+ * read. */
 #include <errno.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -39,6 +44,23 @@ static void ping_locked(struct http_request *request, int64_t now_us)
   http_wake_locked(request, HTTP_WAIT_BYTES);
 }
 
+/* Make libmicrohttpd read again. The edge may come before a read that is under way, so it is made at each tick until the request ends. */
+static void nudge_locked(struct http_request *request)
+{
+  if (request->has_hung_up && !request->is_begun && !request->is_completed) shutdown(request->fd, SHUT_RD);
+}
+
+/* The client left. Whether there was a call to end; a request that is not complete yet is completed or dropped by who reads it. */
+static bool hung_up(struct http_request *request)
+{
+  pthread_mutex_lock(&request->mutex);
+  bool is_begun = request->is_begun;
+  request->has_hung_up = !is_begun;
+  nudge_locked(request);
+  pthread_mutex_unlock(&request->mutex);
+  return is_begun && http_request_abandon(request);
+}
+
 /* A body that trickles in keeps its connection from idling; the whole request has as long as an idle connection has. */
 static void cut_late_body_locked(struct http_request *request, int64_t now_us)
 {
@@ -54,6 +76,7 @@ static void tick(struct http_server *server)
     pthread_mutex_lock(&request->mutex);
     if (server->options.ping_us) ping_locked(request, now_us);
     cut_late_body_locked(request, now_us);
+    nudge_locked(request);
     pthread_mutex_unlock(&request->mutex);
   }
   pthread_mutex_unlock(&server->mutex);
@@ -70,7 +93,7 @@ static void *watch_main(void *argument)
       if (events[i].data.u64 == STOP_NUMBER) return NULL;
       struct http_request *request = find(server, events[i].data.u64);
       if (!request) continue;
-      if (http_request_abandon(request)) metrics_add(server->metrics, METRICS_DISCONNECTS, 1);
+      if (hung_up(request)) metrics_add(server->metrics, METRICS_DISCONNECTS, 1);
       http_request_unref(request);
     }
     if (clock_monotonic_us() >= next_tick_us) {
@@ -96,12 +119,14 @@ enum sits_status http_watch_start(struct http_server *server, struct sits_error 
 void http_watch_add(struct http_request *request)
 {
   struct http_server *server = request->server;
-  pthread_mutex_lock(&server->mutex);
-  struct http_request **head = bucket(server, request->number);
-  request->hash_next = *head;
-  *head = request;
-  pthread_mutex_unlock(&server->mutex);
-  request->is_watched = true;
+  if (!request->is_watched) {
+    pthread_mutex_lock(&server->mutex);
+    struct http_request **head = bucket(server, request->number);
+    request->hash_next = *head;
+    *head = request;
+    pthread_mutex_unlock(&server->mutex);
+    request->is_watched = true;
+  }
   struct epoll_event event = {.events = EPOLLRDHUP | EPOLLONESHOT, .data.u64 = request->number};
   if (epoll_ctl(server->epoll_fd, EPOLL_CTL_ADD, request->fd, &event) && errno == EEXIST)
     epoll_ctl(server->epoll_fd, EPOLL_CTL_MOD, request->fd, &event);
