@@ -30,7 +30,8 @@ struct audit {
   struct blob *pending;             /* [writer] taken from the queue, not in `file.out` yet */
   int64_t n_added;                  /* [writer] request lines in `file.out` */
   int64_t synced_us, complained_us; /* [writer] */
-  bool is_dirty;                    /* [writer] written since the last sync */
+  bool is_dirty;                    /* [writer] written since the last sync that went well */
+  bool has_unwritten, has_unsynced; /* [writer] the last write, the last sync failed */
   int64_t rotate_after_us;          /* [writer] monotonic: no rotation before, since one failed */
 };
 
@@ -116,12 +117,14 @@ static void complain(struct audit *audit, const char *what)
   log_error("audit", "%s: %s: %s; lines are kept while there is room", audit->options.path, what, strerror(saved));
 }
 
+static void tell(struct audit *audit) { metrics_set_audit(audit->metrics, !audit->has_unwritten && !audit->has_unsynced); }
+
 static bool flush(struct audit *audit)
 {
-  bool ok = audit_file_flush(&audit->file);
-  if (!ok) complain(audit, "cannot write");
-  metrics_set_audit(audit->metrics, ok);
-  if (!ok) return false;
+  audit->has_unwritten = !audit_file_flush(&audit->file);
+  if (audit->has_unwritten) complain(audit, "cannot write");
+  tell(audit);
+  if (audit->has_unwritten) return false;
   metrics_add(audit->metrics, METRICS_AUDIT_LINES, audit->n_added);
   audit->is_dirty |= audit->n_added > 0;
   audit->n_added = 0;
@@ -180,9 +183,10 @@ static void sync_if_due(struct audit *audit)
 {
   int64_t now_us = clock_monotonic_us();
   if (!audit->is_dirty || now_us - audit->synced_us < SYNC_US) return;
-  if (!audit_file_sync(&audit->file)) complain(audit, "cannot sync");
+  audit->has_unsynced = audit->is_dirty = !audit_file_sync(&audit->file); /* tried again in a second, whether or not more is written */
+  if (audit->has_unsynced) complain(audit, "cannot sync");
   audit->synced_us = now_us;
-  audit->is_dirty = false;
+  tell(audit);
 }
 
 static int64_t count(const struct blob *list)

@@ -324,7 +324,8 @@ done:
 
 void audit_file_close(struct audit_file *file)
 {
-  if (file->fd >= 0 && file->head_fd >= 0 && audit_file_flush(file) && add_kind(file, "end", 0) && audit_file_flush(file))
-    (void)audit_file_sync(file);
+  if (file->fd >= 0 && file->head_fd >= 0 && audit_file_flush(file) && add_kind(file, "end", 0) && audit_file_flush(file) &&
+      !audit_file_sync(file))
+    log_error("audit", "%s: cannot sync: %s; the last lines may not outlive a power failure", file->path, strerror(errno));
   release(file);
 }

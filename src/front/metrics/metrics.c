@@ -348,7 +348,7 @@ void metrics_render(struct metrics *m, const struct metrics_now *now, struct buf
     render_gauges(m, &none, out); /* routers read these while the model loads */
   }
   if (atomic_load(&m->has_audit))
-    gauge(m, out, "audit_writing", "1 while lines of the audit log are written, 0 since a write failed; failed syncs are write errors.",
+    gauge(m, out, "audit_writing", "1 while lines of the audit log are written and synced, 0 since a write or a sync failed.",
           atomic_load(&m->is_audit_writing));
   gauge(m, out, "http_requests_in_flight", "HTTP requests being served.", (double)now->n_in_flight);
   for (int i = 0; i < METRICS_COUNTER_COUNT; i++) {

@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -14,6 +15,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -559,6 +561,54 @@ static void test_full_disk_is_told_and_counted_and_passes(void **state)
   assert_int_equal(report.n_lines, 202);
 }
 
+/* Stands for the C library's: a disk that takes writes and cannot keep them. */
+static atomic_int sync_error, n_syncs;
+
+int fdatasync(int fd)
+{
+  atomic_fetch_add(&n_syncs, 1);
+  errno = atomic_load(&sync_error);
+  return errno ? -1 : (int)syscall(SYS_fdatasync, fd);
+}
+
+static bool is_audit_writing(struct log *log)
+{
+  struct metrics_now now = {0};
+  struct buf text;
+  buf_init(&text, 1 << 20);
+  metrics_render(log->metrics, &now, &text);
+  buf_append_char(&text, '\0');
+  const char *at = strstr(text.data, "\nsits2026:audit_writing{");
+  assert_non_null(at);
+  bool is_one = strtod(strchr(at, '}') + 1, NULL) == 1;
+  buf_fini(&text);
+  return is_one;
+}
+
+/* Each second again, and shown until one succeeds, though no line was added meanwhile. */
+static void test_a_sync_that_fails_is_told_and_counted_and_tried_again(void **state)
+{
+  struct log *log = *state;
+  struct audit *audit = open_log(log, 1 << 30, 16 << 20);
+  assert_true(is_audit_writing(log));
+  atomic_store(&sync_error, EIO);
+  write_lines(audit, 10);
+  for (int i = 0; i < 600 && counter(log, METRICS_AUDIT_ERRORS) < 2; i++) usleep(10000);
+  assert_true(counter(log, METRICS_AUDIT_ERRORS) >= 2); /* the second is a second try */
+  assert_int_equal(counter(log, METRICS_AUDIT_LINES), 10);
+  assert_false(is_audit_writing(log));
+  atomic_store(&sync_error, 0);
+  for (int i = 0; i < 600 && !is_audit_writing(log); i++) usleep(10000);
+  assert_true(is_audit_writing(log));
+  int n = atomic_load(&n_syncs);
+  usleep(1500000);
+  assert_int_equal(atomic_load(&n_syncs), n); /* clean: no more tries */
+  audit_close(audit);
+  struct audit_report report;
+  assert_whole(log, &report);
+  assert_int_equal(report.n_lines, 12);
+}
+
 /* Lines that were queued while the disk was full are written too when there is room again at the end. */
 static void test_what_a_full_disk_held_back_is_written_at_the_end(void **state)
 {
@@ -688,7 +738,7 @@ int main(void)
     TEST(test_swapped_missing_and_foreign_files_are_found), TEST(test_chain_goes_on_after_a_stop_and_a_crash),
     TEST(test_files_that_are_none_of_ours_are_left_alone),
     TEST(test_who_edits_cannot_chain_anew_without_the_key), TEST(test_keys_that_are_none), TEST(test_the_hash_is_hmac_sha256),
-    TEST(test_full_disk_is_told_and_counted_and_passes),
+    TEST(test_full_disk_is_told_and_counted_and_passes), TEST(test_a_sync_that_fails_is_told_and_counted_and_tried_again),
     TEST(test_what_a_full_disk_held_back_is_written_at_the_end), TEST(test_a_rotation_that_fails_halfway_is_taken_back),
     TEST(test_full_queue_loses_lines_counts_and_tells), TEST(test_allocation_failures), cmocka_unit_test(test_traceparent)};
   return cmocka_run_group_tests(tests, NULL, NULL);
