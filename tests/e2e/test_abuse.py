@@ -7,7 +7,7 @@ import time
 
 import pytest
 from conftest import ROOT, SLOW, TINY, wait_for
-from grpc_client import channel, pb, start_both, stubs
+from grpc_client import begin, channel, pb, start_both, stubs  # noqa: F401
 
 sys.path.insert(0, str(ROOT / "bench"))
 import abuse  # noqa: E402
@@ -132,18 +132,53 @@ def test_calls_that_are_left_are_not_taken_for_abuse(server):
     server.wait_quiet()
 
 
+HEADER_START = b"\x00\x01x\x7f\x81\xff\x3f"  # a literal header whose value is to have 1 MB
+
+
+def send_header(sock, stream):
+    """A header block of 1 MB that does not end. The connection may be cut meanwhile."""
+    try:
+        sock.sendall(abuse.frame(1, 0, stream, abuse.call_headers(abuse.GENERATE) + HEADER_START) +
+                     abuse.frame(9, 0, stream, b"a" * 16384) * 62)
+    except OSError:
+        pass
+
+
 def test_headers_without_end_are_cut(server):
     """100 connections send 1 MB of a header each and hold it: all together may have sent 16 MB."""
-    start = b"\x00\x01x\x7f\x81\xff\x3f"  # a literal header whose value is to have 1 MB
     n_cuts, before, socks = cuts(server, "begins no call"), memory_mb(server), []
     for _ in range(100):
         sock = abuse.h2(server.target)
         socks.append(sock)
-        try:
-            sock.sendall(abuse.frame(1, 0, 1, abuse.call_headers(abuse.GENERATE) + start) + abuse.frame(9, 0, 1, b"a" * 16384) * 62)
-        except OSError:
-            pass
+        send_header(sock, 1)
     wait_for(lambda: cuts(server, "begins no call") - n_cuts >= 25, 60)
     assert memory_mb(server) - before < 300
+    for sock in socks:
+        sock.close()
+
+
+def refused_call(target):
+    """A connection on which a call without a key was answered."""
+    sock = target.connect(target.grpc)
+    sock.sendall(abuse.PREFACE + abuse.frame(4, 0, 0) + abuse.frame(1, 5, 1, abuse.call_headers(abuse.GENERATE)))
+    file, kind = sock.makefile("rb"), None
+    while kind != 1:  # the trailers
+        head = file.read(9)
+        assert len(head) == 9, "the connection was closed"
+        kind = head[3]
+        file.read(int.from_bytes(head[:3], "big"))
+    return sock
+
+
+def test_a_refused_call_does_not_end_the_limit(begin):
+    """Where keys are asked: a call without one is answered, and what the connection sends after it is limited as before its first call."""
+    server = begin(TINY, "--api-key", "a-secret-of-the-test")
+    target = abuse.Target(server.port, int(server.grpc.split(":")[1]))
+    socks = [refused_call(target) for _ in range(100)]
+    assert cuts(server, "") == 0
+    for sock in socks:
+        threading.Thread(target=abuse.swallow, args=(sock,), daemon=True).start()
+        send_header(sock, 3)
+    wait_for(lambda: cuts(server, "begins no call") >= 25, 60)
     for sock in socks:
         sock.close()

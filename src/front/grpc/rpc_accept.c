@@ -24,7 +24,7 @@
 
 #define BACK_OFF_US 50000
 
-#define LOOK_INTERVAL_MS 20               /* at health, and at connections that no call has come on yet */
+#define LOOK_INTERVAL_MS 20               /* at health, and at connections of which no key is known yet */
 #define UNBEGUN_FREE (INT64_C(128) << 10) /* what one may have sent: headers, and of a message its first window (64 KiB) */
 #define UNBEGUN_BYTES (INT64_C(16) << 20) /* that all which sent more may have sent together */
 #define MOST_DISCARDS 64                  /* reads */
@@ -33,9 +33,10 @@
 struct rpc_connection {
   int fd;
   ino_t inode;
-  bool has_begun;                         /* a call came on it */
+  bool is_known;                          /* a call came on it with a right key, or where no key is asked */
   bool is_cut;
-  int64_t n_received;                     /* bytes at the last look, 0 up to UNBEGUN_FREE; only looked at before a call came */
+  int64_t n_before;                       /* bytes that it had sent when the last call came */
+  int64_t n_received;                     /* bytes since then at the last look, 0 up to UNBEGUN_FREE; only of those that are not known */
   int64_t second, n_taken_back;           /* calls taken back in that second of the monotonic clock */
   int64_t n_calls;                        /* begun and not freed */
 };
@@ -74,6 +75,13 @@ static void cut_locked(struct rpc_connection *connection, const char *why)
   log_warn("grpc", "a connection was cut: %s", why);
 }
 
+static int64_t bytes_received(const struct rpc_connection *connection)
+{
+  struct tcp_info info = {0};
+  socklen_t n = sizeof info;
+  return getsockopt(connection->fd, IPPROTO_TCP, TCP_INFO, &info, &n) ? 0 : (int64_t)info.tcpi_bytes_received;
+}
+
 /* A call that its client takes back costs a begin and an end, and the library no longer counts it among the open streams. So more calls
  * than streams may be open at once, or more taken back in a second than that, are no client's need. */
 void rpc_accept_begun(struct rpc_server *server, int fd)
@@ -81,8 +89,17 @@ void rpc_accept_begun(struct rpc_server *server, int fd)
   if (fd < 0) return;
   pthread_mutex_lock(&server->connection_mutex);
   struct rpc_connection *connection = find_locked(server, fd);
-  if (connection) connection->has_begun = true;
+  if (connection && !connection->is_known && is_open(connection)) connection->n_before = bytes_received(connection);
   if (connection && ++connection->n_calls > MOST_CALLS) cut_locked(connection, "it has more calls than streams may be open");
+  pthread_mutex_unlock(&server->connection_mutex);
+}
+
+void rpc_accept_known(struct rpc_server *server, int fd)
+{
+  if (fd < 0) return;
+  pthread_mutex_lock(&server->connection_mutex);
+  struct rpc_connection *connection = find_locked(server, fd);
+  if (connection) connection->is_known = true;
   pthread_mutex_unlock(&server->connection_mutex);
 }
 
@@ -109,23 +126,21 @@ void rpc_accept_taken_back(struct rpc_server *server, int fd)
   pthread_mutex_unlock(&server->connection_mutex);
 }
 
-/* What a connection sent before its first call begins lies in the library's memory, without a limit of the library's. While all such
- * connections that sent more than a client can need together hold too much, the one that sent most is cut. False: no connection is without
- * a call. */
-static bool look_at_unbegun(struct rpc_server *server)
+/* What a connection sent since its last call began, or before its first, lies in the library's memory, without a limit of the library's.
+ * While all connections without a known key that sent more than a client can need together hold too much, the one that sent most is cut.
+ * False: all connections are known. */
+static bool look_at_unknown(struct rpc_server *server)
 {
-  int64_t n_bytes = 0, n_unbegun = 0;
+  int64_t n_bytes = 0, n_unknown = 0;
   pthread_mutex_lock(&server->connection_mutex);
   for (int i = 0; i < server->n_connections; i++) {
     struct rpc_connection *connection = &server->connections[i];
-    struct tcp_info info = {0};
-    socklen_t n = sizeof info;
     connection->n_received = 0;
-    if (connection->has_begun || connection->is_cut || !is_open(connection)) continue;
-    if (!getsockopt(connection->fd, IPPROTO_TCP, TCP_INFO, &info, &n)) connection->n_received = (int64_t)info.tcpi_bytes_received;
+    if (connection->is_known || connection->is_cut || !is_open(connection)) continue;
+    connection->n_received = bytes_received(connection) - connection->n_before;
     if (connection->n_received <= UNBEGUN_FREE) connection->n_received = 0;
     n_bytes += connection->n_received;
-    n_unbegun++;
+    n_unknown++;
   }
   while (n_bytes > UNBEGUN_BYTES) {
     struct rpc_connection *most = &server->connections[0];
@@ -136,7 +151,7 @@ static bool look_at_unbegun(struct rpc_server *server)
     cut_locked(most, "it sends much and begins no call");
   }
   pthread_mutex_unlock(&server->connection_mutex);
-  return n_unbegun > 0;
+  return n_unknown > 0;
 }
 
 /* Calls may begin after their connection's descriptor is closed, and the library names them by its number only: a new connection gets a
@@ -201,16 +216,16 @@ static void *accept_main(void *argument)
 {
   struct rpc_server *server = argument;
   grpc_server_credentials *credentials = grpc_insecure_server_credentials_create();
-  bool has_unbegun = false;
+  bool has_unknown = false;
   while (!atomic_load(&server->is_stopping)) {
     struct pollfd fds[2] = {{.fd = server->wake_fd, .events = POLLIN}, {.fd = server->listen_fd, .events = POLLIN}};
-    const bool waits = !has_unbegun && atomic_load(&server->n_watchers) == 0;
+    const bool waits = !has_unknown && atomic_load(&server->n_watchers) == 0;
     poll(fds, server->listen_fd >= 0 ? 2 : 1, waits ? -1 : LOOK_INTERVAL_MS);
     uint64_t n_wakes;
     if (fds[0].revents && read(server->wake_fd, &n_wakes, sizeof n_wakes) < 0) log_debug("grpc", "the wake-up was read already");
     if (server->listen_fd >= 0 && atomic_load(&server->is_accept_stopping)) close_listener(server);
     else if (server->listen_fd >= 0 && fds[1].revents) accept_all(server, credentials);
-    has_unbegun = look_at_unbegun(server);
+    has_unknown = look_at_unknown(server);
     if (atomic_load(&server->n_watchers) > 0) rpc_health_broadcast(server);
   }
   grpc_server_credentials_release(credentials);

@@ -444,6 +444,7 @@ static void begin(struct rpc *rpc)
 static enum sits_status check_head(struct rpc *rpc, struct sits_error *err)
 {
   enum sits_status status = check_access(rpc, err);
+  if (rpc->grant || access_is_open(rpc->server->options.access)) rpc_accept_known(rpc->server, rpc->fd);
   if (status) return status;
   if (!rpc->method) return sits_fail(err, SITS_METHOD_NOT_ALLOWED, "there is no such method");
   if (rpc->method->is_slow && !api_is_admitting(rpc->server->api))

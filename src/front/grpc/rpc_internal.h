@@ -195,8 +195,10 @@ enum sits_status rpc_accept_prepare(struct rpc_server *server, struct sits_error
 enum sits_status rpc_accept_start(struct rpc_server *server, struct sits_error *err) SITS_MUST_CHECK;
 void rpc_accept_wake(struct rpc_server *server);
 void rpc_accept_stop(struct rpc_server *server);
-/* A call came on the connection; it was taken back before its message was whole, or soon after; it is freed. fd: rpc.fd. Any thread. */
+/* A call came on the connection; it came with a right key, or none is asked; it was taken back before its message was whole, or soon
+ * after; it is freed. fd: rpc.fd. Any thread. */
 void rpc_accept_begun(struct rpc_server *server, int fd);
+void rpc_accept_known(struct rpc_server *server, int fd);
 void rpc_accept_taken_back(struct rpc_server *server, int fd);
 void rpc_accept_freed(struct rpc_server *server, int fd);
 
