@@ -37,6 +37,7 @@ static ssize_t read_stream(void *context, uint64_t position, char *to, size_t ma
   bool resumes = false;
   ssize_t result = 0;
   pthread_mutex_lock(&request->mutex);
+  http_looked_locked(request);
   if (request->is_gone) {
     result = MHD_CONTENT_READER_END_WITH_ERROR;
   } else if (unsent_bytes(request)) {
@@ -105,6 +106,7 @@ static void sink_flush(void *context)
   pthread_mutex_lock(&request->mutex);
   if (unsent_bytes(request)) http_wake_locked(request, HTTP_WAIT_BYTES);
   pthread_mutex_unlock(&request->mutex);
+  net_pace_wait(&request->server->pace);
 }
 
 static bool sink_is_full(void *context)
@@ -137,6 +139,7 @@ static void sink_done(void *context, const struct api_result *result)
     http_reply_done(&request->reply, result, &whole);
   }
   pthread_mutex_unlock(&request->mutex);
+  if (is_stream) net_pace_wait(&request->server->pace);
   if (!is_stream && result->status) http_respond_error(request, result->status, result->text, NULL);
   else if (!is_stream) http_respond(request, MHD_HTTP_OK, "application/json", &whole);
   http_request_unref(request); /* the sink's */

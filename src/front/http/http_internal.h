@@ -10,6 +10,7 @@
 #include "front/api/api_record.h"
 #include "front/http/http_reply.h"
 #include "front/http/http_server.h"
+#include "front/net/net_pace.h"
 #include "front/net/net_work.h"
 
 #define HTTP_STREAM_HIGH_BYTES (256 << 10) /* a stream's unsent bytes beyond which its events stay in the engine */
@@ -75,6 +76,7 @@ struct http_request {
   size_t out_at;                      /* [mutex] */
   bool is_finished;                   /* [mutex] nothing will be appended to out */
   bool is_stalled;                    /* [mutex] the api was told that out is full */
+  bool is_given;                      /* [mutex] woken for bytes, and the pool has not looked yet: counted in server.pace */
   int64_t oldest_us;                  /* [mutex] when the engine handed over the oldest unsent token, 0 none */
   int64_t last_write_us;              /* [mutex] of bytes taken by the writer */
   struct api_usage usage;           /* [mutex] for the log line */
@@ -104,6 +106,7 @@ struct http_server {
   struct http_request *watched[HTTP_WATCH_BUCKETS]; /* [mutex] */
 
   struct net_work work;
+  struct net_pace pace;               /* streams that were woken for bytes, from the delivery thread to the pool */
 
   int epoll_fd, stop_fd;              /* [init] */
   pthread_t watcher;
@@ -114,8 +117,11 @@ struct http_server {
 struct http_request *http_request_create(struct http_server *server, struct MHD_Connection *connection, const char *verb);
 void http_request_ref(struct http_request *request);
 void http_request_unref(struct http_request *request);
-/* Wake the connection if it sleeps for this reason; the request's mutex is held. */
+/* Wake the connection if it sleeps for this reason; the request's mutex is held, until it is done: once a request has ended, so may its
+ * daemon. */
 void http_wake_locked(struct http_request *request, enum http_wait wait);
+/* The pool looks at a stream that was woken for bytes, or never will; the request's mutex is held. */
+void http_looked_locked(struct http_request *request);
 /* Parse the body and free it; the grant and the class are set. Before anything that needs the model. */
 enum sits_status http_request_parse(struct http_request *request, struct api_request **out, struct sits_error *err) SITS_MUST_CHECK;
 /* Free the body and give its bytes back to the server's budget. */

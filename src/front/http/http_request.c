@@ -113,7 +113,18 @@ void http_wake_locked(struct http_request *request, enum http_wait wait)
 {
   if (wait == HTTP_WAIT_NONE || request->wait != wait || request->is_completed) return;
   request->wait = HTTP_WAIT_NONE;
+  if (wait == HTTP_WAIT_BYTES) {
+    request->is_given = true;
+    net_pace_give(&request->server->pace);
+  }
   MHD_resume_connection(request->connection);
+}
+
+void http_looked_locked(struct http_request *request)
+{
+  if (!request->is_given) return;
+  request->is_given = false;
+  net_pace_take(&request->server->pace);
 }
 
 static void add_header(void *response, const char *name, const char *value) { MHD_add_response_header(response, name, value); }

@@ -271,6 +271,7 @@ static void on_completed(void *context, struct MHD_Connection *connection, void 
   pthread_mutex_lock(&request->mutex);
   request->is_completed = true;
   request->wait = HTTP_WAIT_NONE;
+  http_looked_locked(request);
   request->ended_us = clock_monotonic_us();
   request->was_cut = code != MHD_REQUEST_TERMINATED_COMPLETED_OK;
   if (code != MHD_REQUEST_TERMINATED_COMPLETED_OK) request->is_gone = true;
@@ -351,6 +352,7 @@ enum sits_status http_server_start(const struct http_options *options, struct ap
   atomic_init(&server->next_number, 1);
   pthread_mutex_init(&server->mutex, NULL);
   net_work_init(&server->work);
+  net_pace_init(&server->pace);
   pthread_condattr_t monotonic;
   pthread_condattr_init(&monotonic);
   pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -437,6 +439,7 @@ void http_server_stop(struct http_server *server)
   http_watch_stop(server);
   pthread_cond_destroy(&server->idle);
   pthread_mutex_destroy(&server->mutex);
+  net_pace_fini(&server->pace);
   net_work_fini(&server->work);
   mem_free(server);
 }
