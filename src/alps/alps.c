@@ -283,7 +283,10 @@ void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, const float *cha
 static void control(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
   int64_t target = alps->options.itl_target_us;
-  bool has_prompt = plan->work.n_prompt_tokens > 0 || plan->sliced_us > 0, is_over = alps_window_over(&alps->window) > 0.01;
+  /* Not the slice's fault: items before it left it no time but the least that it has in any case. */
+  bool is_left_none = plan->slice_is_behind && step_us - plan->sliced_us + plan->slice_least_us > plan->slice_us;
+  bool is_sliced = plan->sliced_us > 0 && !is_left_none;
+  bool has_prompt = plan->work.n_prompt_tokens > 0 || is_sliced, is_over = alps_window_over(&alps->window) > 0.01;
   if (has_prompt && step_us > target) alps->margin = fmax(MARGIN_LEAST, alps->margin - MARGIN_STEP);
   else if (has_prompt && !is_over) alps->margin = fmin(MARGIN_MOST, alps->margin + MARGIN_STEP / 200);
   if (++alps->reports_since_control < CONTROL_EVERY) return;
@@ -308,6 +311,7 @@ void alps_note_slice(struct alps *alps, const struct alps_plan *plan, int64_t ow
   alps->classes[plan->slice_class].pass += pass;
   alps->before.pass[plan->slice_class] += pass; /* it has run, also if the rest of the plan is dropped */
   if (!plan->slice_ended || alps->slice_work.n_prompt_tokens == 0) return;
+  alps->slice_token_us = (double)alps->slice_spent_us / alps->slice_work.n_prompt_tokens;
   double ratio = (double)alps->slice_spent_us / alps_cost_predict(&alps->cost, &alps->slice_work);
   alps->slice_ratio += 0.2 * (fmin(ratio, 4) - alps->slice_ratio);
 }
@@ -321,7 +325,8 @@ void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_u
   if (plan->slice.id >= 0) alps_note_slice(alps, plan, plan->sliced_us - plan->ended_us);
   if (n_read > 0 || plan->sliced_us > 0) alps_note_reading(alps, n_read, (double)own_us);
   note_verify(alps, plan, items_us);
-  int64_t slice_us = plan->sliced_us < plan->slice_us ? plan->sliced_us : plan->slice_us; /* what it took beyond its time is excess too */
+  int64_t slice_us = plan->sliced_us; /* what it took beyond its time is excess too, unless its time answers to that of the items */
+  if (!plan->slice_is_behind && slice_us > plan->slice_us) slice_us = plan->slice_us;
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0)
     alps_window_add(&alps->excess, own_us - slice_us - plan->predicted_us, 1, false);
   alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);

@@ -52,6 +52,8 @@ struct alps_options {
   int32_t chunk_tokens;        /* ALPS_CHUNKED: T of a step; 0 = 2048 */
   int32_t tile_tokens;         /* the device computes tokens of prompts in tiles of so many; 0 = one by one */
   int32_t slice_tokens;        /* longest chunk that is read in slices; 0 = the caller cannot */
+  bool slices_behind;          /* the caller runs a step's slice behind its items, before their tokens go out: what those take beyond their
+                                  prediction shortens the slice, and no time is kept for it */
   bool slices_by_rate;         /* also where a chunk alone is read about as fast, by the cost model, as what fits beside the decodes */
   int32_t page_tokens;         /* P */
   int32_t n_pages;             /* N */
@@ -100,11 +102,13 @@ struct alps_plan {
   int64_t budget_us, predicted_us;
   struct alps_cost_work work;  /* what the prediction was made from */
   /* A chunk that is read in slices, beside the items: this step's slice ends slice_us after the end of the step before, so that the items
-   * still come in time. The same chunk is planned, or left out, until alps_update says that it is computed. */
+   * still come in time; or, slice_is_behind, is run when the items are computed, until then, but for slice_least_us at least. The same
+   * chunk is planned, or left out, until alps_update says that it is computed. */
   struct alps_item slice;      /* id -1: none */
   bool slice_begins;           /* it is a new one; what another had begun would be given up */
   int32_t slice_class;
-  int64_t slice_us;
+  bool slice_is_behind;
+  int64_t slice_us, slice_least_us;
   int32_t slice_pages;         /* of n_reserved_pages, for the slice */
   /* Set by the caller before alps_report and alps_plan_more. */
   int64_t sliced_us;           /* that the slice took; behind alps_plan_more all slices of the step */
@@ -142,7 +146,7 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
 void alps_drop_plan(struct alps *alps);
 /* The plan's slice has ended (alps_update has been told of its entry, which now decodes if it has drawn): its next token joins the plan.
  * has_time: what is left of the step's time goes to other prompts, as a new slice or as items behind the decodes. True: plan->slice is to
- * be run; else there is none any more. Only where slices_by_rate. */
+ * be run; else there is none any more. Only where slices_by_rate, or behind the items, where the same prompt alone may go on. */
 bool alps_plan_more(struct alps *alps, int32_t n_available, bool has_time, alps_admit_fn admit, void *user, struct alps_plan *plan);
 /* After the step: the entry's counts. copy_pages: pages its next write needs beyond new ones, as kv_extra. */
 void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);

@@ -78,6 +78,8 @@ struct alps {
   int32_t slice_n;              /* its tokens */
   struct alps_cost_work slice_work; /* the chunk alone, */
   int64_t slice_spent_us;       /* and the time that it has taken so far */
+  struct { uint64_t admitted; int64_t kv_tokens; int32_t n_steps; } reading; /* prompt in slices: decodes' contexts at its first; steps */
+  double slice_token_us;        /* of the last chunk that was read in slices, by the token; 0 before the first */
   double slice_ratio;           /* what chunks in slices took, by what the cost model predicts for them alone */
   struct { double budget_us, budget_lower_us, floor_us; int32_t busiest, tokens_left, rows_left; } rest; /* of the plan with a slice */
   struct alps_item *items;

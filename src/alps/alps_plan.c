@@ -20,9 +20,11 @@ static const double SLICE_SPARE = 0.5;     /* most of the time beside the predic
                                               read, the longer the decodes become meanwhile */
 static const double SLICE_SURE = 0.997;    /* share of the last decodes for whose excess over the prediction a slice leaves time */
 static const double SLICE_TILES_SURE = 0.99; /* the same on a GPU, where the rare long step is a graph's capture */
+static const double SLICE_END = 0.97;      /* share of the target at which one behind the decodes ends: its last piece of work is not cut */
 static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */
 
 enum { FIRST_TOKENS = 256 }; /* of the very first step, of whose time nothing is known */
+enum { GROWTH_STEPS = 64 }; /* of a prompt in slices, before the growth of the decodes beside it is believed */
 enum { MIXED_TOKENS = 64 }; /* a chunk of at least so many computes about as well beside the decodes as any */
 static const double SLICE_SHARE = 0.8; /* by_rate: slices are taken where they read so much of what a chunk promises: the clock ends them */
 
@@ -41,6 +43,7 @@ struct planner {
   struct alps_cost_work decodes[ALPS_CLASSES]; /* of all running entries, as if each were decoding */
   int32_t prefill_at[ALPS_CLASSES], prefill_end[ALPS_CLASSES];
   bool may_admit, may_decode;
+  bool is_more;                 /* the plan's first slice has ended, and it goes on */
   bool wants_victim;            /* a higher class could not be admitted for want of room */
   int32_t victim_above;         /* only entries of classes after this one may be victims */
 };
@@ -388,10 +391,51 @@ static bool wants_slices(const struct planner *p, int32_t id, int32_t n)
     return false;
   int32_t n_chunk = room_for(p, e);
   if (n_chunk > alps->options.slice_tokens) n_chunk = alps->options.slice_tokens;
-  if (n >= n_chunk) return false;
+  /* The clock ends a slice behind the decodes, and nothing a chunk: one that leaves some of its prompt is read by the clock. */
+  const bool may_end = alps->options.slices_behind && n < e->request.n_known - e->n_computed;
+  if (n_chunk <= 0 || (n >= n_chunk && !may_end)) return false;
   if (n < MIXED_TOKENS) return true;
   return alps->options.slices_by_rate && p->plan->n_items == p->plan->n_decode && p->plan->n_decode > 0 &&
          sliced_tokens(p, e, n_chunk) > SLICE_SHARE * n;
+}
+
+/* Time that a slice behind the decodes takes in any case. Their contexts grow while a prompt is read, the longer the slower. With the
+ * square root of 2 x growth x what is left to read each step shortens the next slice by what the decodes have grown, so no step is longer
+ * than this one and the last slice is the prompt's end. Where there is more room than that, it can be read within it; where there is less,
+ * it cannot, and keeping to it would end with decodes that fill every step. Growth and reading by measured times: the model sees no
+ * prompts meanwhile. */
+static double slice_least_us(const struct planner *p, const struct alps_entry *e)
+{
+  const struct alps *alps = p->alps;
+  const double n_kv = (double)p->plan->work.decode_kv_tokens;
+  struct alps_cost_coefficients cost;
+  if (p->plan->n_decode == 0 || alps->options.itl_target_us == 0 || alps->reading.n_steps < GROWTH_STEPS) return p->floor_us;
+  alps_cost_coefficients(&alps->cost, &cost);
+  double grown = fmax(0, n_kv - (double)alps->reading.kv_tokens) / alps->reading.n_steps;
+  double growth_us = fmin(grown, p->plan->n_decode) * fmin(cost.per_kv_us / 1024, alps->decode_us / n_kv);
+  double rest_us = alps->slice_token_us * (e->request.n_known - e->n_computed);
+  return fmax(p->floor_us, sqrt(2 * growth_us * rest_us));
+}
+
+static void note_growth(struct planner *p, const struct alps_entry *e)
+{
+  struct alps *alps = p->alps;
+  if (alps->reading.admitted != e->admitted) {
+    alps->reading.admitted = e->admitted;
+    alps->reading.kv_tokens = p->plan->work.decode_kv_tokens;
+    alps->reading.n_steps = 0;
+  } else alps->reading.n_steps++;
+}
+
+/* When a slice that is run before the items ends. It is as long as it is told to be, so what makes such a step late is its decodes: room is
+ * kept for nearly the longest of the last ones, but not more than most of what there is. */
+static double slice_before_us(const struct planner *p, double budget_us, double items_us)
+{
+  const struct alps *alps = p->alps;
+  if (p->plan->n_decode == 0 || alps->options.itl_target_us == 0) return budget_us - items_us;
+  double whole_us = budget_us / alps->margin - items_us;
+  double excess_us = alps_window_quantile(&alps->excess, alps->options.tile_tokens > 0 ? SLICE_TILES_SURE : SLICE_SURE);
+  return fmin(budget_us - items_us, whole_us - fmin(excess_us, SLICE_SPARE * whole_us));
 }
 
 /* The rest of the step's time goes to a chunk in slices. */
@@ -400,6 +444,7 @@ static void plan_slice(struct planner *p, int32_t id)
   const struct alps *alps = p->alps;
   const struct alps_entry *e = &alps->entries[id];
   struct alps_plan *plan = p->plan;
+  if (!p->is_more) note_growth(p, e);
   int32_t n = alps->slice_n, left = e->request.n_known - e->n_computed;
   double budget_us = e->request.service_class > p->busiest ? p->budget_lower_us : p->budget_us;
   plan->slice_begins = id != alps->slice_id;
@@ -413,15 +458,12 @@ static void plan_slice(struct planner *p, int32_t id)
   }
   plan->slice = (struct alps_item){.id = id, .n_tokens = n, .is_last = n == left};
   plan->slice_class = e->request.service_class;
-  /* A slice is as long as it is told to be, so what makes such a step late is its decodes: room is kept for nearly the longest of the last
-   * ones, but not more than most of what there is. */
-  double items_us = plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0, left_us = budget_us - items_us;
-  if (plan->n_decode > 0 && alps->options.itl_target_us > 0) {
-    double whole_us = budget_us / alps->margin - items_us;
-    double excess_us = alps_window_quantile(&alps->excess, alps->options.tile_tokens > 0 ? SLICE_TILES_SURE : SLICE_SURE);
-    left_us = fmin(left_us, whole_us - fmin(excess_us, SLICE_SPARE * whole_us));
-  }
-  plan->slice_us = (int64_t)fmax(left_us, p->floor_us);
+  double items_us = plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0;
+  if (!p->is_more) plan->slice_is_behind = alps->options.slices_behind && plan->n_items > 0;
+  if (plan->slice_is_behind) {
+    plan->slice_us = (int64_t)fmin(budget_us, SLICE_END * budget_us / alps->margin);
+    plan->slice_least_us = (int64_t)fmax(slice_least_us(p, e) - (double)plan->sliced_us, 0);
+  } else plan->slice_us = (int64_t)fmax(slice_before_us(p, budget_us, items_us), p->floor_us);
 }
 
 static void plan_chunk(struct planner *p, int32_t id, int32_t n_tokens)
@@ -622,28 +664,43 @@ static void add_decode(struct planner *p, int32_t id)
   alps_cost_add_decode(&p->plan->work, e->request.n_known);
 }
 
+/* Behind the items only the same prompt goes on: the others' tokens wait, and theirs would be of the next step anyway. */
+static void plan_next_chunk(struct planner *p, int32_t id)
+{
+  const struct alps_entry *e = &p->alps->entries[id];
+  if (e->state != ALPS_RUNNING || e->is_held || alps_is_decoding(e)) return;
+  p->budget_us = p->alps->rest.budget_us, p->budget_lower_us = p->alps->rest.budget_lower_us, p->floor_us = p->alps->rest.floor_us;
+  if (room_for(p, e) > 0) plan_slice(p, id);
+}
+
 bool alps_plan_more(struct alps *alps, int32_t n_available, bool has_time, alps_admit_fn admit, void *user, struct alps_plan *plan)
 {
-  if (!alps->options.slices_by_rate || !plan->slice_ended || plan->n_items != plan->n_decode) return false;
+  if (!plan->slice_ended) return false;
+  if (!plan->slice_is_behind && (!alps->options.slices_by_rate || plan->n_items != plan->n_decode)) return false;
   const int32_t ended = plan->slice.id;
   alps_note_slice(alps, plan, plan->sliced_us - plan->ended_us);
   plan->ended_us = plan->sliced_us;
   plan->ended_tokens += plan->slice.n_tokens;
   plan->n_reserved_pages -= plan->slice_pages;
+  if (plan->slice_is_behind) plan->n_reserved_pages = 0; /* they have them */
   plan->slice_pages = 0;
   plan->slice.id = -1;
   plan->slice_begins = plan->slice_ended = false;
   struct planner p = {.alps = alps, .plan = plan, .n_available = n_available - plan->n_reserved_pages, .may_admit = true,
-                      .may_decode = true, .tokens_left = alps->rest.tokens_left, .rows_left = alps->rest.rows_left,
+                      .may_decode = true, .is_more = true, .tokens_left = alps->rest.tokens_left, .rows_left = alps->rest.rows_left,
                       .busiest = alps->rest.busiest,
                       .budget_us = alps->rest.budget_us - (double)plan->sliced_us,
                       .budget_lower_us = alps->rest.budget_lower_us - (double)plan->sliced_us};
-  add_decode(&p, ended);
-  if (has_time) {
-    gather_prefill(&p);
-    plan_prefill(&p, admit, user);
+  if (plan->slice_is_behind) {
+    if (has_time) plan_next_chunk(&p, ended);
+  } else {
+    add_decode(&p, ended);
+    if (has_time) {
+      gather_prefill(&p);
+      plan_prefill(&p, admit, user);
+    }
+    if (plan->slice.id >= 0) plan->slice_us += plan->sliced_us; /* from the end of the step before, as ever */
   }
-  if (plan->slice.id >= 0) plan->slice_us += plan->sliced_us; /* from the end of the step before, as ever */
   p.budget_us = alps->rest.budget_us, p.budget_lower_us = alps->rest.budget_lower_us, p.floor_us = alps->rest.floor_us;
   note_planned_slice(&p);
   plan->predicted_us = (int64_t)alps_cost_predict(&alps->cost, &plan->work);

@@ -77,6 +77,7 @@ static enum sits_status create_parts(struct sits_engine *e, struct sits_error *e
   enum sits_status status = engine_slice_open(e, err);
   alps.slice_tokens = e->slice.most_tokens;
   alps.tile_tokens = o->vtable->tile_tokens;
+  alps.slices_behind = !o->overlap; /* else the device would wait for the host between the items and the slice */
   alps.slices_by_rate = o->vtable->lane_tokens > 0 || o->itl_target_us > 0;
   if (status == SITS_OK) status = kv_create(&kv, &e->pages);
   if (status == SITS_OK) status = alps_create(&alps, &e->alps);

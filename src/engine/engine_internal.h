@@ -266,6 +266,7 @@ void engine_beat(void *user);
 enum sits_status engine_slice_open(struct sits_engine *engine, struct sits_error *err) SITS_MUST_CHECK;
 void engine_slice_close(struct sits_engine *engine);
 void engine_slice_run(struct sits_engine *engine, int64_t from_us); /* the plan's slice; from_us: when the step before ended */
+void engine_slice_run_behind(struct sits_engine *engine, int64_t from_us); /* and the prompt's next chunks, behind the plan's items */
 bool engine_slice_has_time(const struct sits_engine *engine); /* a piece of another one would be in time */
 void engine_slice_drop(struct sits_engine *engine, int32_t id);     /* that entry's chunk, if it has one, is not wanted any more */
 

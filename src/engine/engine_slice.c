@@ -121,7 +121,9 @@ static void end(struct sits_engine *engine)
   struct backend_result result = {0};
   struct alps_item item = engine->plan.slice;
   struct alps_plan plan = engine->plan;
-  int64_t last_end_us = engine->last_step_end_us;
+  const struct engine_row row = engine->rows[0]; /* of the batch whose tokens wait for a slice behind it */
+  const int32_t n_rows = engine->batch.n_rows;
+  const int64_t last_end_us = engine->last_step_end_us, compute_us = engine->compute_us;
   const enum sits_status status = engine->options.vtable->wait(slice->lane, &result);
   slice->id = -1;
   if (status != SITS_OK) {
@@ -137,6 +139,9 @@ static void end(struct sits_engine *engine)
   engine->stats.n_steps++;
   engine_outputs(engine, &result);
   engine->last_step_end_us = last_end_us;
+  engine->compute_us = compute_us;
+  engine->batch.n_rows = n_rows;
+  engine->rows[0] = row;
   engine->plan = plan;
   engine->plan.slice_ended = true;
 }
@@ -149,12 +154,23 @@ void engine_slice_run(struct sits_engine *engine, int64_t from_us)
   int64_t started_us = clock_monotonic_us();
   if (engine->plan.slice_begins && !begin(engine)) return;
   slice->until_us = from_us + engine->plan.slice_us;
+  if (slice->until_us < started_us + engine->plan.slice_least_us) slice->until_us = started_us + engine->plan.slice_least_us;
   slice->asked_us = started_us;
   slice->n_asked = 0;
   const enum sits_status status = engine->options.vtable->lane_run(slice->lane, go_on, engine, &is_done);
   if (status != SITS_OK) engine_fail(engine, status);
   else if (is_done) end(engine);
   engine->plan.sliced_us += clock_monotonic_us() - started_us;
+}
+
+void engine_slice_run_behind(struct sits_engine *engine, int64_t from_us)
+{
+  bool is_urgent;
+  do {
+    engine_slice_run(engine, from_us);
+    is_urgent = atomic_load(&engine->inbox_class) < engine->plan.slice_class;
+  } while (atomic_load(&engine->state) != ENGINE_FAILED && !is_urgent && engine->plan.slice_ended &&
+           engine_plan_more(engine, engine_slice_has_time(engine)));
 }
 
 bool engine_slice_has_time(const struct sits_engine *engine)

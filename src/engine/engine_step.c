@@ -169,6 +169,11 @@ static void forward_and_sample(struct sits_engine *engine)
   int64_t now_us = clock_monotonic_us();
   engine->compute_us = now_us - started_us;
   int64_t from_us = engine->is_continuous ? engine->last_step_end_us : engine->step_started_us;
+  if (status == SITS_OK && engine->plan.slice.id >= 0 && engine->plan.slice_is_behind) {
+    engine_slice_run_behind(engine, from_us);
+    if (atomic_load(&engine->state) == ENGINE_FAILED) return;
+    now_us = clock_monotonic_us();
+  }
   engine->last_step_end_us = now_us;
   engine->stats.n_steps++;
   if (status != SITS_OK) {
@@ -226,7 +231,7 @@ bool engine_step(struct sits_engine *engine)
   engine_plan(engine);
   bool has_work = engine->plan.n_items > 0 || engine->plan.slice.id >= 0;
   engine->slice.reported_us = 0;
-  if (engine->plan.slice.id >= 0) run_slices(engine);
+  if (engine->plan.slice.id >= 0 && !engine->plan.slice_is_behind) run_slices(engine);
   if (engine->plan.n_items > 0 && atomic_load(&engine->state) != ENGINE_FAILED) {
     engine_build(engine);
     forward_and_sample(engine);

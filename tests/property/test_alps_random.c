@@ -257,6 +257,17 @@ static void plan_more(struct world *w, struct alps_plan *plan, struct alps_plan 
   }
 }
 
+/* The items' pages are taken before a slice behind them begins. */
+static void reserve(struct world *w, const struct alps_plan *plan)
+{
+  for (int32_t i = 0; i < plan->n_items; i++) {
+    struct entry *e = &w->entries[plan->items[i].id];
+    const int32_t n = pages_for(e->n_computed + plan->items[i].n_tokens);
+    w->n_pages_free -= n - e->n_pages;
+    e->n_pages = n;
+  }
+}
+
 static void do_step(struct world *w)
 {
   struct alps_plan plan, twin;
@@ -287,6 +298,7 @@ static void do_step(struct world *w)
   w->now_us += step_us;
   w->n_planned += plan.n_items;
   assert_memory_equal(&plan.slice, &twin.slice, sizeof plan.slice);
+  if (plan.slice.id >= 0 && plan.slice_is_behind) reserve(w, &plan);
   if (plan.slice.id >= 0) execute_slice(w, &plan, &twin);
   plan_more(w, &plan, &twin);
   execute(w, &plan);
@@ -322,14 +334,17 @@ static void release_holds(struct world *w)
   }
 }
 
+enum slices { BEFORE, BY_RATE, BEHIND };
+
 static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, int64_t ttft_target_us, int32_t slice_tokens,
-                bool slices_by_rate, bool with_faults)
+                enum slices slices, bool with_faults)
 {
   static struct world the_world;
   struct world *w = &the_world;
   struct alps_options options = {.max_entries = N_ENTRIES, .max_seqs = MAX_SEQS, .max_batch_tokens = MAX_TOKENS, .max_rows = MAX_ROWS,
                                  .page_tokens = P, .n_pages = N_PAGES, .itl_target_us = itl_target_us,
-                                 .ttft_target_us = ttft_target_us, .slice_tokens = slice_tokens, .slices_by_rate = slices_by_rate};
+                                 .ttft_target_us = ttft_target_us, .slice_tokens = slice_tokens, .slices_by_rate = slices == BY_RATE,
+                                 .slices_behind = slices == BEHIND};
   memset(w, 0, sizeof *w);
   w->slice_tokens = slice_tokens;
   w->random = seed;
@@ -352,7 +367,7 @@ static void run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, int6
   assert_true(w->n_preempted > 0);
   assert_true(w->n_finished > 100);
   assert_true(slice_tokens == 0 || w->n_slices > 100);
-  assert_true(slices_by_rate ? w->n_more > 20 : w->n_more == 0);
+  assert_true(slices != BEFORE ? w->n_more > 20 : w->n_more == 0);
   alps_destroy(w->alps);
   alps_destroy(w->twin);
 }
@@ -365,17 +380,18 @@ static int64_t setting(const char *name, int64_t fallback)
 
 static void test_million(void **state)
 {
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1), setting("SITS_PROPERTY_OPS", 1000000) / 4, 0, 0, 0, false, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 5, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 0, 0, false, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 9, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 60000, 0, false, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 13, setting("SITS_PROPERTY_OPS", 1000000) / 4, 1500, 60000, 48, false, false);
-  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 17, setting("SITS_PROPERTY_OPS", 1000000) / 4, 3000, 60000, 200, true, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1), setting("SITS_PROPERTY_OPS", 1000000) / 4, 0, 0, 0, BEFORE, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 5, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 0, 0, BEFORE, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 9, setting("SITS_PROPERTY_OPS", 1000000) / 4, 4000, 60000, 0, BEFORE, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 13, setting("SITS_PROPERTY_OPS", 1000000) / 4, 1500, 60000, 48, BEFORE, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 17, setting("SITS_PROPERTY_OPS", 1000000) / 4, 3000, 60000, 200, BY_RATE, false);
+  run((uint64_t)setting("SITS_PROPERTY_SEED", 1) + 21, setting("SITS_PROPERTY_OPS", 1000000) / 4, 3000, 60000, 48, BEHIND, false);
 }
 
 static void test_without_memory(void **state)
 {
-  run(3, setting("SITS_PROPERTY_OPS", 1000000) / 10, 4000, 60000, 0, false, true);
-  run(4, setting("SITS_PROPERTY_OPS", 1000000) / 20, 1500, 0, 32, false, true);
+  run(3, setting("SITS_PROPERTY_OPS", 1000000) / 10, 4000, 60000, 0, BEFORE, true);
+  run(4, setting("SITS_PROPERTY_OPS", 1000000) / 20, 1500, 0, 32, BEFORE, true);
 }
 
 static void test_creation_survives_no_memory(void **state)

@@ -28,7 +28,7 @@ struct device {
   int32_t n_more;              /* slices of a step behind its first */
   int32_t tile;                /* tokens of a step with prompts count in whole tiles */
   double prompt_us;            /* that the first of them adds */
-  double hiccups;              /* share of the steps that take up to 1.6 times as long */
+  double hiccups, hiccup;      /* share of the steps that are disturbed, and by how much of their time at most */
   double capture_us;           /* that the first step of each number of decodes takes more */
   bool tells_captures, is_captured[64];
   uint64_t random;
@@ -66,6 +66,7 @@ static struct device *open_device(struct alps_options options)
   d->token_us = 250;
   d->depth_us = 40;
   d->noise = 0.02;
+  d->hiccup = 0.6;
   d->streams = mem_calloc((size_t)d->n_ids, sizeof *d->streams);
   assert_non_null(d->streams);
   assert_int_equal(alps_create(&options, &d->alps), SITS_OK);
@@ -137,8 +138,8 @@ static double chunk_us(const struct device *d, int32_t depth, int32_t n)
   return d->token_us * n + d->depth_us * n * (depth + 0.5 * n) / 1024 + d->history_us * depth / 1024;
 }
 
-/* The step's slice, as long as it may take, up to a piece of work more. */
-static void run_slice(struct device *d, struct alps_plan *plan)
+/* The step's slice, as long as it may take beside items that took items_us already, up to a piece of work more. */
+static void run_slice(struct device *d, struct alps_plan *plan, double items_us)
 {
   struct stream *s = &d->streams[plan->slice.id];
   if (plan->slice_begins) {
@@ -148,7 +149,8 @@ static void run_slice(struct device *d, struct alps_plan *plan)
     s->n_pages = n_pages;
     alps_update(d->alps, plan->slice.id, s->n_known, s->n_computed, s->n_pages, 0);
   }
-  const double us = fmin(d->slice_left_us, (double)(plan->slice_us - plan->sliced_us) + 20 * uniform(d));
+  const double until_us = fmax((double)plan->slice_us - items_us - (double)plan->sliced_us, (double)plan->slice_least_us);
+  const double us = fmin(d->slice_left_us, until_us + 20 * uniform(d));
   d->slice_left_us -= us;
   d->now_us += us;
   plan->sliced_us += (int64_t)us;
@@ -157,11 +159,30 @@ static void run_slice(struct device *d, struct alps_plan *plan)
 }
 
 /* Slices until the time is over, as the engine does. */
-static void run_slices(struct device *d, struct alps_plan *plan)
+static void run_slices(struct device *d, struct alps_plan *plan, double items_us)
 {
-  do run_slice(d, plan);
-  while (plan->slice_ended && alps_plan_more(d->alps, d->n_pages_free, plan->sliced_us + 100 < plan->slice_us, admit, d, plan) &&
+  do run_slice(d, plan, items_us);
+  while (plan->slice_ended &&
+         alps_plan_more(d->alps, d->n_pages_free, items_us + (double)plan->sliced_us + 100 < (double)plan->slice_us, admit, d, plan) &&
          ++d->n_more > 0);
+}
+
+/* What the plan's items take. */
+static double items_us(struct device *d, struct alps_plan *plan)
+{
+  const struct alps_cost_work *w = &plan->work;
+  double us = d->fixed_us + d->seq_us * w->n_decode + d->kv_us * (double)w->decode_kv_tokens / 1024 + d->token_us * w->n_prompt_tokens +
+              d->depth_us * w->prompt_depth / 1024;
+  for (int32_t i = plan->n_decode; i < plan->n_items; i++) us += d->history_us * d->streams[plan->items[i].id].n_computed / 1024;
+  if (d->tile > 0 && w->n_prompt_tokens > 0) us += d->prompt_us + d->token_us * (d->tile - 1 - (plan->n_tokens - 1) % d->tile);
+  us *= 1 + d->noise * (2 * uniform(d) - 1);
+  if (d->hiccups > 0 && uniform(d) < d->hiccups) us *= 1 + d->hiccup * uniform(d);
+  if (d->capture_us > 0 && w->n_prompt_tokens == 0 && plan->n_items > 0 && !d->is_captured[plan->n_items]) {
+    d->is_captured[plan->n_items] = true;
+    us += d->capture_us;
+    if (d->tells_captures) plan->once_us = (int64_t)d->capture_us;
+  }
+  return us;
 }
 
 /* One step; false when there was nothing to do. */
@@ -176,21 +197,12 @@ static bool step(struct device *d, struct alps_plan *plan)
     }
   }
   if (plan->n_items == 0 && plan->slice.id < 0) return false;
-  const struct alps_cost_work *w = &plan->work;
   const double started_us = d->now_us;
-  if (plan->slice.id >= 0) run_slices(d, plan);
-  double us = d->fixed_us + d->seq_us * w->n_decode + d->kv_us * (double)w->decode_kv_tokens / 1024 + d->token_us * w->n_prompt_tokens +
-              d->depth_us * w->prompt_depth / 1024;
-  for (int32_t i = plan->n_decode; i < plan->n_items; i++) us += d->history_us * d->streams[plan->items[i].id].n_computed / 1024;
-  if (d->tile > 0 && w->n_prompt_tokens > 0) us += d->prompt_us + d->token_us * (d->tile - 1 - (plan->n_tokens - 1) % d->tile);
-  us *= 1 + d->noise * (2 * uniform(d) - 1);
-  if (d->hiccups > 0 && uniform(d) < d->hiccups) us *= 1 + 0.6 * uniform(d);
-  if (d->capture_us > 0 && w->n_prompt_tokens == 0 && plan->n_items > 0 && !d->is_captured[plan->n_items]) {
-    d->is_captured[plan->n_items] = true;
-    us += d->capture_us;
-    if (d->tells_captures) plan->once_us = (int64_t)d->capture_us;
-  }
+  const bool is_behind = plan->slice.id >= 0 && plan->slice_is_behind;
+  if (plan->slice.id >= 0 && !is_behind) run_slices(d, plan, 0);
+  double us = items_us(d, plan);
   if (plan->n_items > 0) d->now_us += us;
+  if (is_behind) run_slices(d, plan, us);
   us = d->now_us - started_us;
   if (us > d->largest_step_us) d->largest_step_us = us;
   for (int32_t i = 0; i < plan->n_items; i++) compute(d, &plan->items[i]);
@@ -297,51 +309,81 @@ static void test_prompt_in_slices(void **state)
   assert_true(over[0] > 5000 && took[0] > 3 * took[1]);
 }
 
-static struct device *open_noisy(int64_t target_us)
+/* Streams at a depth of 2,000 on a small CPU of whose steps some are disturbed. */
+static struct device *open_noisy(int64_t target_us, bool is_behind, uint64_t seed)
 {
   struct alps_options options = options_of(16, target_us);
   options.slice_tokens = 128;
   options.slices_by_rate = true;
+  options.slices_behind = is_behind;
   struct device *d = open_device(options);
+  d->random = seed;
   d->fixed_us = 3000;
   d->seq_us = 100;
   d->kv_us = 2000;
   d->token_us = d->depth_us = 400;
   d->history_us = 1600;
-  d->noise = 0.08;
-  d->hiccups = 0.03;
+  d->noise = 0.06;
+  d->hiccups = 0.05;
+  d->hiccup = 0.9;
   for (int i = 0; i < 4; i++) send(d, 2000, 20000, 1, 0);
+  for (int i = 0; i < 200; i++) {
+    struct alps_plan plan;
+    step(d, &plan);
+  }
   return d;
 }
 
-/* A small CPU whose steps scatter, with streams at a depth that grows while they wait: targets of 1.5, 2 and 4 times their undisturbed P99
- * hold, and a prompt of 8,000 is read in what they leave. */
+/* The streams' P99 undisturbed, and then how a prompt of 8,000 is read at that many times it. */
+struct noisy { double over, times_alone, share; };
+
+static struct noisy read_noisy(double quiet_us, double factor, bool is_behind, uint64_t seed)
+{
+  struct alps_plan plan;
+  struct device *d = open_noisy((int64_t)(quiet_us * factor), is_behind, seed);
+  double alone = 0;
+  for (int32_t at = 0; at < 8000; at += 128) alone += chunk_us(d, at, 8000 - at < 128 ? 8000 - at : 128);
+  const int32_t id = send(d, 8000, 1, 1, 0);
+  const double started = d->now_us;
+  d->n_gaps = 0;
+  for (int i = 0; i < 40000 && d->streams[id].is_used; i++) step(d, &plan);
+  const double took = d->now_us - started;
+  const struct noisy got = {p99(d->gaps, d->n_gaps) / (quiet_us * factor), took / alone, alone / (1 - 1 / factor) / took};
+  close_device(d);
+  return got;
+}
+
+/* A small CPU whose steps scatter, with streams whose depth grows while they wait: with slices behind the decodes targets of 1.5, 2 and 4
+ * times their undisturbed P99 hold, and a prompt of 8,000 is read in what they leave; before them room is kept for the disturbed. A target
+ * that the decodes alone outgrow cannot be kept by reading slowly: without a least slice that reckons with their growth it takes 16 times
+ * its time alone. */
 static void test_stall_on_noisy_device(void **state)
 {
-  static const double factors[] = {1.5, 2, 4};
+  static const double factors[] = {0.8, 1.5, 2, 4};
+  enum { SEEDS = 8 };
   struct alps_plan plan;
-  struct device *d = open_noisy(100000);
-  for (int i = 0; i < 200; i++) step(d, &plan);
+  struct device *d = open_noisy(100000, false, 1);
   d->n_gaps = 0;
   for (int i = 0; i < 600; i++) step(d, &plan);
   const double quiet = p99(d->gaps, d->n_gaps);
   close_device(d);
-  for (int f = 0; f < 3; f++) {
-    const double target = quiet * factors[f], left = 1 - 1 / factors[f];
-    d = open_noisy((int64_t)target);
-    double alone = 0;
-    for (int32_t at = 0; at < 8000; at += 128) alone += chunk_us(d, at, 8000 - at < 128 ? 8000 - at : 128);
-    for (int i = 0; i < 200; i++) step(d, &plan);
-    const int32_t id = send(d, 8000, 1, 1, 0);
-    const double started = d->now_us;
-    d->n_gaps = 0;
-    for (int i = 0; i < 40000 && d->streams[id].is_used; i++) step(d, &plan);
-    const double took = d->now_us - started, over = p99(d->gaps, d->n_gaps);
-    print_message("target %.1f ms, %.1fx: inter-token p99 %.1f ms, read in %.2f times alone, %.0f %% of the time left\n", target * 1e-3,
-                  factors[f], over * 1e-3, took / alone, 100 * alone / left / took);
-    assert_true(over <= target);
-    assert_true(alone / left >= 0.85 * took);
-    close_device(d);
+  for (int f = 0; f < 4; f++) {
+    for (int is_behind = 0; is_behind < 2; is_behind++) {
+      struct noisy mean = {0}, worst = {0, 0, 100};
+      for (uint64_t seed = 1; seed <= SEEDS; seed++) {
+        const struct noisy n = read_noisy(quiet, factors[f], is_behind, seed);
+        mean.over += n.over / SEEDS, mean.times_alone += n.times_alone / SEEDS, mean.share += n.share / SEEDS;
+        worst.over = fmax(worst.over, n.over);
+        worst.times_alone = fmax(worst.times_alone, n.times_alone);
+        worst.share = fmin(worst.share, n.share);
+      }
+      print_message("%.1fx (%.1f ms), slices %s: p99 %.3f of the target (worst %.3f), read in %.2f times alone (%.2f)", factors[f],
+                    quiet * factors[f] * 1e-3, is_behind ? "behind" : "before", mean.over, worst.over, mean.times_alone, worst.times_alone);
+      if (factors[f] > 1) print_message(", %.0f %% of the time left (%.0f)", 100 * mean.share, 100 * worst.share);
+      print_message("\n");
+      if (is_behind && factors[f] > 1) assert_true(worst.over <= 1 && worst.share >= 0.85);
+      if (is_behind && factors[f] < 1) assert_true(worst.times_alone < 10);
+    }
   }
 }
 

@@ -13,6 +13,7 @@ struct scene {
 
 static struct scene scene;
 static struct { int32_t n, n_sliced; } told;
+static bool overlap; /* slices before the decodes, as beside a device; else behind them */
 
 /* engine_options.on_step: the parts of a step are within it. */
 static void note_step(void *user, const struct engine_step_times *t)
@@ -63,6 +64,7 @@ static void open_scene(void)
   struct engine_options options = rig_options();
   options.vtable = fake_slicing_vtable();
   options.itl_target_us = 3000;
+  options.overlap = overlap;
   options.on_step = note_step;
   options.step_user = &told;
   rig_open(&scene.rig, options, 64);
@@ -139,7 +141,8 @@ static void send_urgent(void *user)
   if (++u->n_calls == 3) u->request = submit_class(u->prompt, URGENT, 4, SITS_CLASS_HIGH);
 }
 
-/* It comes in the middle of a slice: the slice stops, and its first token is the next thing that is computed. */
+/* It comes in the middle of a slice: the slice stops, and its first token is the next thing that is computed; of the lower class only what
+ * was computed before the slice still goes out. */
 static void test_higher_class_comes(void **state)
 {
   static struct urgent urgent;
@@ -157,6 +160,11 @@ static void test_higher_class_comes(void **state)
     step();
   }
   assert_non_null(urgent.request);
+  if (!overlap) {
+    assert_int_equal(scene.answers[0].n, before + 1);
+    before++;
+    step();
+  }
   rig_drain(urgent.request, &answer, 1);
   assert_int_equal(answer.n, 1);
   assert_int_equal(scene.answers[0].n, before); /* the lower class waited */
@@ -207,5 +215,10 @@ int main(void)
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_read_in_slices), cmocka_unit_test(test_cancelled),
                                      cmocka_unit_test(test_higher_class_comes), cmocka_unit_test(test_device_fails),
                                      cmocka_unit_test(test_device_fails_to_begin)};
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  int n_failed = 0;
+  for (int before = 0; before < 2; before++) {
+    overlap = before;
+    n_failed += cmocka_run_group_tests_name(before ? "slices before the decodes" : "slices behind the decodes", tests, NULL, NULL);
+  }
+  return n_failed;
 }
