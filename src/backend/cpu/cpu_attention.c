@@ -21,6 +21,8 @@
 
 #include "backend/cpu/cpu_program.h"
 
+enum { READ_ROWS = 2, KEEP_TOKENS = 32 }; /* of an item's cost, see busiest */
+
 static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 static int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
 
@@ -42,26 +44,73 @@ struct chunk { int32_t index, n_pages, n_lanes, at[CPU_CHUNK_PAGES]; const unsig
 
 static bool is_measured(const struct item *it) { return it->blocks != NULL && it->blocks->given != NULL; }
 
+/* Blocks of the batch: a sequence's tokens in blocks of at most block_tokens, those of a draft in n_parts of about equal size. Returns the
+ * rows of all heads. */
+static int32_t cut_blocks(struct backend_program *p, int32_t n_parts)
+{
+  struct cpu_batch *batch = &p->batch;
+  const struct backend_batch *in = batch->in;
+  const int32_t open_tokens = batch->kv->codec->open_tokens;
+  batch->n_blocks = 0;
+  for (int32_t s = 0; s < in->n_seqs; s++) {
+    const int32_t n = least(in->seq_start[s + 1] - in->seq_start[s], p->block_tokens), size = (n + n_parts - 1) / n_parts;
+    for (int32_t t = in->seq_start[s], t1; t < in->seq_start[s + 1]; t = t1) {
+      t1 = least(t + size, in->seq_start[s + 1]);
+      if (open_tokens > 0) t1 = least(t1, t + open_tokens - in->positions[t] % open_tokens); /* a block has one own group */
+      batch->blocks[batch->n_blocks++] = (struct cpu_block){s, t, t1};
+    }
+  }
+  return in->n_tokens * p->program->dims.n_heads;
+}
+
+/* What the worker with most to do has in its share of the items: tokens times rows, reading a token counting as much as READ_ROWS rows and
+ * keeping a chunk's results as much as KEEP_TOKENS tokens of it. */
+static int64_t busiest(const struct backend_program *p, bool splits)
+{
+  const struct cpu_batch *batch = &p->batch;
+  const int32_t G = p->program->dims.n_kv_heads, group = p->program->dims.n_heads / G, n_workers = p->backend->n_threads;
+  const int32_t n_chunks = splits ? batch->n_chunks : 1, n_items = batch->n_blocks * G * n_chunks;
+  int64_t most_work = 0;
+  for (int32_t w = 0; w < n_workers; w++) {
+    int64_t work = 0;
+    for (int32_t i = (int32_t)((int64_t)n_items * w / n_workers); i < (int32_t)((int64_t)n_items * (w + 1) / n_workers); i++) {
+      const struct cpu_block *block = &batch->blocks[i / n_chunks % batch->n_blocks];
+      const int32_t context = batch->in->positions[block->t1 - 1] + 1 - i % n_chunks * CPU_CHUNK_TOKENS;
+      const int32_t n = splits ? most(0, least(context, CPU_CHUNK_TOKENS)) + KEEP_TOKENS : context;
+      work += (int64_t)n * ((block->t1 - block->t0) * group + READ_ROWS);
+    }
+    most_work = work > most_work ? work : most_work;
+  }
+  return most_work;
+}
+
+/* Few items are split by chunks of their contexts. Those of drafts are dealt out so that the busiest worker has least to do: by chunks,
+ * drafts in halves, both or neither. */
 void cpu_attention_plan(struct backend_program *p)
 {
   struct cpu_batch *batch = &p->batch;
   const struct backend_batch *in = batch->in;
-  const int32_t G = p->program->dims.n_kv_heads, group = p->program->dims.n_heads / G;
-  const int32_t open_tokens = batch->kv->codec->open_tokens;
-  int32_t n_rows = 0, longest = 0;
-  batch->n_blocks = 0;
-  for (int32_t s = 0; s < in->n_seqs; s++) {
-    for (int32_t t = in->seq_start[s], t1; t < in->seq_start[s + 1]; t = t1) {
-      t1 = least(t + p->block_tokens, in->seq_start[s + 1]);
-      if (open_tokens > 0) t1 = least(t1, t + open_tokens - in->positions[t] % open_tokens); /* a block has one own group */
-      batch->blocks[batch->n_blocks++] = (struct cpu_block){s, t, t1};
-      n_rows += (t1 - t) * group * G;
-      longest = most(longest, in->positions[t1 - 1] + 1);
+  const int32_t n_rows = cut_blocks(p, 1), n_workers = p->backend->n_threads;
+  const bool is_draft = in->n_tokens > in->n_seqs && in->n_tokens <= in->n_seqs * p->block_tokens;
+  int32_t longest = 0, best_parts = 1;
+  for (int32_t i = 0; i < batch->n_blocks; i++) longest = most(longest, in->positions[batch->blocks[i].t1 - 1] + 1);
+  batch->n_chunks = (longest + CPU_CHUNK_TOKENS - 1) / CPU_CHUNK_TOKENS;
+  const bool is_few = n_workers > 1 && batch->n_blocks * p->program->dims.n_kv_heads < 4 * n_workers;
+  const bool may_split = is_few && batch->n_chunks > 1 && batch->n_chunks <= p->max_chunks && n_rows <= p->split_rows;
+  batch->splits_context = may_split;
+  if (!is_few || !is_draft) return;
+  int64_t least_work = INT64_MAX;
+  for (int32_t parts = 1; parts <= 2; parts++) {
+    cut_blocks(p, parts);
+    for (int splits = 0; splits <= may_split; splits++) {
+      const int64_t work = busiest(p, splits);
+      if (work >= least_work) continue;
+      least_work = work;
+      best_parts = parts;
+      batch->splits_context = splits;
     }
   }
-  batch->n_chunks = (longest + CPU_CHUNK_TOKENS - 1) / CPU_CHUNK_TOKENS;
-  batch->splits_context = batch->n_chunks > 1 && batch->n_chunks <= p->max_chunks && n_rows <= p->split_rows &&
-                          batch->n_blocks * G < 4 * p->backend->n_threads && p->backend->n_threads > 1;
+  cut_blocks(p, best_parts);
 }
 
 static struct item item_of(struct backend_program *p, const struct cpu_step *step, int32_t worker, const struct cpu_block *block,
@@ -273,9 +322,8 @@ static int32_t end_chunk(const struct item *it)
 
 static void whole_item(struct backend_program *p, const struct cpu_step *step, int32_t worker, int32_t index)
 {
-  const int32_t G = p->program->dims.n_kv_heads;
-  const struct cpu_block *block = &p->batch.blocks[index / G];
-  const struct item it = item_of(p, step, worker, block, index % G);
+  const struct cpu_block *block = &p->batch.blocks[index % p->batch.n_blocks];
+  const struct item it = item_of(p, step, worker, block, index / p->batch.n_blocks);
   pack_queries(&it, step, block);
   merge_begin(&it);
   for (int32_t chunk = first_chunk(&it); chunk < end_chunk(&it); chunk++) {
@@ -296,8 +344,8 @@ static float *partial_of(const struct backend_program *p, int32_t first_row, int
 static void chunk_item(struct backend_program *p, const struct cpu_step *step, int32_t worker, int32_t index, int32_t chunk)
 {
   const int32_t G = p->program->dims.n_kv_heads;
-  const struct cpu_block *block = &p->batch.blocks[index / G];
-  const struct item it = item_of(p, step, worker, block, index % G);
+  const struct cpu_block *block = &p->batch.blocks[index % p->batch.n_blocks];
+  const struct item it = item_of(p, step, worker, block, index / p->batch.n_blocks);
   const int32_t c0 = first_chunk(&it), c1 = end_chunk(&it), dv = it.kv->dv;
   const int32_t first_row = block->t0 * it.group * G + it.head * it.rows;
   if (chunk < c0 || chunk >= c1) return;

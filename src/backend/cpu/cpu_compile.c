@@ -379,7 +379,7 @@ static void lay_out(struct backend_program *p, struct layout *l)
   p->exchanged = carve_floats(l, exchange_floats(p));
   p->partial = carve_floats(l, (size_t)p->split_rows * (size_t)p->max_chunks * (dv + 2 + CPU_CHUNK_RECORD));
   p->finished = carve(l, (size_t)p->split_rows * sizeof *p->finished);
-  p->batch.blocks = carve(l, (T / (size_t)p->block_tokens + T / 32 + 2 * R + 1) * sizeof *p->batch.blocks);
+  p->batch.blocks = carve(l, (T / (size_t)p->block_tokens + T / 32 + 3 * R + 1) * sizeof *p->batch.blocks);
   p->batch.page = carve(l, T * sizeof(int32_t));
   p->batch.slot = carve(l, T * sizeof(int32_t));
   p->batch.tile = carve(l, T * sizeof(int32_t));

@@ -187,7 +187,7 @@ QK_TILE(qk_f32, float, v_load)
   INLINE void NAME##_tile(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const TYPE *next, const int R, \
                           const int NC)                                                                                        \
   {                                                                                                                            \
-    VEC acc[4][4];                                                                                                             \
+    VEC acc[6][4];                                                                                                             \
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
       _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) acc[r][c] = v_load(o + (size_t)r * dv + c * VW);                    \
     for (int32_t j = 0; j < n; j++) {                                                                                          \
@@ -215,10 +215,12 @@ QK_TILE(qk_f32, float, v_load)
                         const TYPE *next)                                                                                      \
   {                                                                                                                            \
     int32_t r = 0;                                                                                                             \
-    for (; r + 4 <= rows; r += 4, next = NULL) NAME##_rows(p + (size_t)r * ldp, ldp, v, dv, n, acc + (size_t)r * dv, next, 4); \
+    for (; r + 6 <= rows; r += 6, next = NULL) NAME##_rows(p + (size_t)r * ldp, ldp, v, dv, n, acc + (size_t)r * dv, next, 6); \
     p += (size_t)r * ldp;                                                                                                      \
     acc += (size_t)r * dv;                                                                                                     \
     switch (rows - r) {                                                                                                        \
+    case 5: NAME##_rows(p, ldp, v, dv, n, acc, next, 5); break;                                                                \
+    case 4: NAME##_rows(p, ldp, v, dv, n, acc, next, 4); break;                                                                \
     case 3: NAME##_rows(p, ldp, v, dv, n, acc, next, 3); break;                                                                \
     case 2: NAME##_rows(p, ldp, v, dv, n, acc, next, 2); break;                                                                \
     case 1: NAME##_rows(p, ldp, v, dv, n, acc, next, 1); break;                                                                \
