@@ -175,6 +175,14 @@ struct k_projections {
   int64_t slab_stride;
 };
 
+/* What a CTA of sits_k_attn_decode takes. The pages of a sequence in a KV head are a segment, a unit is one of them, counted in the order
+ * sequence, head, page. Units begin .. end - 1; the first lies in head `head` of sequence `seq` (its row and length), whose segment has
+ * n_units from first_unit on. first_cta, first_slot: who has the beginning of that segment, and where in the workspace; last_cta: who has
+ * the end of the segment of unit end - 1. 48 bytes. */
+struct k_attn_share {
+  int32_t begin, end, seq, row, len, head, first_unit, n_units, first_cta, first_slot, last_cta, unused;
+};
+
 /* ---- decode attention over int4 and fp4 pages, RoPE and append fused where wanted (kernels/attention/decode_int4.cu, decode_few.cu) ----
  * Serves the sequences that have exactly one token in the step; others are left alone. */
 struct k_attn_decode {
@@ -186,11 +194,17 @@ struct k_attn_decode {
   float eps;
   void *out;
   int32_t frag_m;
-  float *workspace;           /* k_attn_decode_workspace_bytes; not read by sits_k_attn_few */
-  int32_t *counters;          /* [S * G] zero before the first use; left zero; likewise */
+  struct k_attn_share *cut;   /* by sits_k_attn_cut from the same lengths; not read by sits_k_attn_few, as what follows */
+  float *workspace;           /* k_attn_decode_workspace_bytes */
+  int32_t *counters;          /* [S * G] zero before the first use; left zero */
 };
 bool k_attn_decode_takes(enum k_kv_codec codec, int32_t head_dim, int32_t n_heads, int32_t n_kv_heads);
 size_t k_attn_decode_workspace_bytes(int32_t n_sm, int32_t head_dim);
+/* All of them: once a step, for all layers. The kernel launched next starts when this one has ended. */
+int32_t k_attn_decode_ctas(int32_t n_sm, int32_t n_seqs, int32_t n_kv_heads);
+size_t k_attn_cut_bytes(int32_t n_sm);
+int sits_k_attn_cut_init(void); /* by sits_k_attn_decode_init */
+int sits_k_attn_cut(const struct k_kv_view *kv, struct k_attn_share *cut, int32_t n_sm, struct k_stream at);
 int sits_k_attn_decode_init(void);
 int sits_k_attn_decode(const struct k_attn_decode *args, int32_t n_sm, struct k_stream at);
 /* The fused form for few sequences: each, and each KV head, is cut into the same number of parts, whatever its length. */

@@ -3,15 +3,15 @@
  * rotated already and the token appended (sits_k_rope_append). Few sequences that are not long: decode_few.cu; what both share:
  * decode_pages.cuh.
  *
- * Arguments: struct k_attn_decode (kernels.h). qkv by the previous kernel; pages by earlier steps.
+ * Arguments: struct k_attn_decode (kernels.h). qkv by the previous kernel; pages by earlier steps; cut by decode_cut.cu, at the start of
+ *   the step.
  * Work split: a CTA is a pair of warps, eight of them an SM; each warp takes 32 of a page's 64 tokens. The unit is one page of one KV
- *   head (D = 128: 9,216 bytes, one bulk copy); the pages of a (sequence, head) are a segment. Where there are fewer segments than CTAs,
- *   segments are cut into parts of at most q pages, a CTA takes one part (q as small as fits); else units in the order sequence, head,
- *   page are cut into equal runs. The cut is computed by every CTA from kv_len, so one captured grid serves all lengths.
- * Shared memory: barriers 128, ring of two tiles (18 KiB at D = 128), queries 2 KiB, merge buffer 8 * (D+4) * 4 (4.1 KiB), new token 1 KiB,
- *   addresses of tiles 512, prefix sums 8 (S+2): 27 KiB, so eight CTAs an SM up to 128 sequences, at 128 registers.
- * Pipeline: warp 0 brings the tiles, and looks up 32 of their addresses at a time, a lane each; a stage is filled again when both warps
- *   have left it, which is looked at before a page's scores and waited for behind them. The first copies start before the grid dependency
+ *   head (D = 128: 9,216 bytes, one bulk copy); the pages of a (sequence, head) are a segment. A CTA walks over a run of units that its
+ *   record in `cut` names (decode_split.cuh).
+ * Shared memory: barriers 384, ring of two tiles (18 KiB at D = 128), queries 2 KiB, merge buffer 8 * (D+4) * 4 (4.1 KiB), new token 512,
+ *   addresses of tiles 512: 26 KiB, so eight CTAs an SM, at 128 registers.
+ * Pipeline: a pair's first warp looks up 32 addresses of tiles at a time, a lane each; whichever warp leaves a stage last has it filled
+ *   again. The first copies start before the grid dependency
  *   opens (pages of earlier steps do not depend on it; not fused, a sequence's last page waits for the append). Fused, the new token never
  *   travels through global memory here: the warp that owns its block patches the tile and the fragments of the slot's keys, and stores the
  *   same words to page and slot.
@@ -23,7 +23,9 @@
  * History: a separate merge kernel cost 3 us a layer. Keys in groups of 32 channels of a token needed no slot and no products for zero
  *   points, and cost 5 % of perplexity. Three CTAs of four warps and a loader: a third of the warps' time went into what happens once a
  *   segment (barriers of four warps, fences of the device by all threads), a fifth of the page loop into waiting for tiles. Eight warps and
- *   a loader a CTA: nine warps, twice, leave 96 registers (a quarter of the SM holds five of them), which spills: 68 us for 52.
+ *   a loader a CTA: nine warps, twice, leave 96 registers (a quarter of the SM holds five of them), which spills: 68 us for 52. The cut
+ *   made by each CTA from the lengths, and code for it in four places: 54 us at 64 x 2,048 for 49. Stages filled again by the
+ *   first warp when it finds them left: 47.9 us for 46.2.
  * Links: twin ref_attention (tests/gpu/test_attention.c), test tests/gpu/test_attention.c, bench sits2026-bench kernels.
  */
 #include "attention/decode_split.cuh"
@@ -33,7 +35,7 @@ namespace {
 using namespace decode;
 
 /* PAIRS: of warps a CTA, 1, 2, 4 or 8; STAGES and TABLE: a pair's. */
-constexpr int PAIRS_PER_SM = 8, STAGES = 2, BLOCKS = 2, TABLE = 64, MAX_SEQS = K_MAX_DECODE_SEQS, SM_BYTES = 228 * 1024;
+constexpr int STAGES = 2, BLOCKS = 2, TABLE = 64, SM_BYTES = 228 * 1024;
 
 struct params {
   k_attn_decode a;
@@ -42,29 +44,28 @@ struct params {
 
 template <int D, bool FP4, int PAIRS> struct map {
   static constexpr int RING = 384, QUERIES = RING + PAIRS * STAGES * TILE<D, FP4>, SUMS = QUERIES + QUERY_BYTES<D>,
-                       NEW = SUMS + PAIRS * 8 * ROW<D> * 4, POINTERS = NEW + 512, PREFIX = POINTERS + PAIRS * TABLE * 8;
-  static int bytes(int n_seqs) { return PREFIX + (2 * n_seqs + 4) * 4; }
+                       NEW = SUMS + PAIRS * 8 * ROW<D> * 4, POINTERS = NEW + 512, BYTES = POINTERS + PAIRS * TABLE * 8;
+  static_assert((BYTES + 1024) * (PAIRS_PER_SM / PAIRS) <= SM_BYTES, "each CTA costs 1 KiB more");
 };
 
 #if SITS_SM90
 
-/* Fused: queries of the group's heads -> query; where has_new, k and v of the new token -> nt. scratch: D floats a warp. */
+/* Fused: queries of the group's heads -> query; where has_new, k and v of the new token -> nt. scratch: D floats a warp. The next item is
+ * fetched before this one is worked on. */
 template <int D, bool FP4, int PAIRS>
-SITS_DEV void prepare_segment(const params &p, const segment &g, __half *query, float *scratch, new_token *nt, bool has_new) {
-  constexpr int AHEAD = PAIRS <= 2 ? 2 : 1; /* items of a warp that are fetched together */
+SITS_DEV void prepare_segment(const params &p, const segment &g, const float2 (&angle)[D / 32], __half *query, float *scratch,
+                              new_token *nt, bool has_new) {
   const k_attn_decode &a = p.a;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = a.kv.n_heads / a.kv.n_kv_heads + (has_new ? 2 : 0);
-  for (int base = warp; base < n; base += 2 * PAIRS * AHEAD) {
-    float x[AHEAD][D / 32];
-    float2 angle[D / 32];
+  float x[D / 32], next[D / 32] = {};
+  if (warp >= n) return;
+  fetch_item<D>(x, a, g.row, g.head, warp, lane);
+#pragma unroll 1
+  for (int i = warp; i < n; i += 2 * PAIRS) {
+    if (i + 2 * PAIRS < n) fetch_item<D>(next, a, g.row, g.head, i + 2 * PAIRS, lane);
+    prepare_item<D, FP4>(x, a, i, scratch + warp * D, angle, query, nt, lane);
 #pragma unroll
-    for (int c = 0; c < AHEAD; c++)
-      if (base + 2 * PAIRS * c < n) fetch_item<D>(x[c], a, g.row, g.head, base + 2 * PAIRS * c, lane);
-    kv::head_angles<D>(a.rope, g.len - 1, lane, angle);
-#pragma unroll
-    for (int c = 0; c < AHEAD; c++)
-      if (base + 2 * PAIRS * c < n)
-        prepare_item<D, FP4>(x[c], a, base + 2 * PAIRS * c, scratch + warp * D, angle, query, nt, lane);
+    for (int j = 0; j < D / 32; j++) x[j] = next[j];
   }
 }
 
@@ -113,16 +114,16 @@ template <int D> struct own_keys {
   }
 };
 
-/* Copies of a pair's tiles: units first, first + PAIRS, ... of its CTA's run. Its first warp. */
+/* Copies of a pair's tiles: units first, first + PAIRS, ... of its CTA's run. Its first warp looks them up. */
 struct loader {
-  uint32_t full, empty, ring;
+  uint32_t full, ring;
   size_t *pointers; /* [TABLE] of the tiles, the lowest bit: the segment's last */
   int first, end;
 };
-template <int PAIRS> SITS_DEV void look_up(const loader &l, const k_kv_view &kv, const int *prefix, int i, int lane) { /* i .. i + 31 */
+template <int PAIRS> SITS_DEV void look_up(const loader &l, const k_kv_view &kv, segment g, int i, int lane) { /* i .. i + 31, from g on */
   const int u = l.first + (i + lane) * PAIRS;
   if (u < l.end) {
-    const segment g = find_segment(kv, prefix, u);
+    while (u >= g.first_unit + g.n_units) next_segment(kv, g);
     l.pointers[(i + lane) % TABLE] = (size_t)tile_of(kv, g, u) | (u == g.first_unit + g.n_units - 1);
   }
   __syncwarp();
@@ -131,6 +132,12 @@ template <int T> SITS_DEV void bring(const loader &l, int i) { /* one lane */
   const int stage = i % STAGES;
   bar_arrive_expect(l.full + stage * 8, T);
   bulk_load(l.ring + stage * T, (const void *)(l.pointers[i % TABLE] & ~(size_t)1), T, l.full + stage * 8);
+}
+/* A warp has read its part of a stage; one lane. True: it is the second of its pair, and may have the stage filled again. */
+SITS_DEV bool leave(uint32_t counter) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(counter) : "memory");
+  return before & 1;
 }
 
 #endif
@@ -144,47 +151,46 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
   grid_trigger();
   const k_kv_view &view = p.a.kv;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = warp >> 1, half = warp & 1, block0 = half * BLOCKS;
-  const uint32_t base = smem_addr(smem), full = base + pair * 32, empty = full + 8 * STAGES, ring = base + C::RING + pair * (STAGES * T);
-  int *flag = (int *)(smem + 256), *prefix = (int *)(smem + C::PREFIX);
+  const uint32_t base = smem_addr(smem), full = base + pair * 32, left = full + 8 * STAGES, ring = base + C::RING + pair * (STAGES * T);
+  int *flag = (int *)(smem + 256);
   segment *shared_segment = (segment *)(smem + 264); /* kept out of registers in the page loop */
   float *sums = (float *)(smem + C::SUMS);
   __half *query = (__half *)(smem + C::QUERIES);
   new_token *nt = (new_token *)(smem + C::NEW);
   if (lane == 0 && half == 0) {
-    for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, 2);
+    for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), sts32(left + i * 4, 0);
     bar_fence_init();
   }
-  if (warp == 0) scan_units(view, prefix, gridDim.x);
-  for (int i = threadIdx.x; i < 4 * D; i += 64 * PAIRS) ((uint32_t *)query)[i] = 0; /* rows of heads the group does not have */
   __syncthreads();
-  const int n_ctas = min((int)gridDim.x, prefix[view.n_seqs]);
-  share mine;
-  if ((int)blockIdx.x >= n_ctas || !find_share(view, prefix, blockIdx.x, n_ctas, &mine)) {
+  const share mine = read_share(p.a, blockIdx.x); /* a step input, as lengths and tables are */
+  const int begin = mine.begin, end = mine.end, first = begin + pair;
+  if (begin == end) {
     grid_wait();
     return;
   }
-  const int begin = mine.begin, end = mine.end, first = begin + pair;
-  const loader l = {full, empty, ring, (size_t *)(smem + C::POINTERS) + pair * TABLE, first, end};
+  segment g = first_segment(view, mine);
+  const loader l = {full, ring, (size_t *)(smem + C::POINTERS) + pair * TABLE, first, end};
   int brought = 0;
   if (half == 0) {
-    look_up<PAIRS>(l, view, prefix, 0, lane), look_up<PAIRS>(l, view, prefix, 32, lane);
+    look_up<PAIRS>(l, view, g, 0, lane);
     for (; brought < STAGES && first + brought * PAIRS < end && (FUSED || !(l.pointers[brought] & 1)); brought++)
       if (lane == 0) bring<T>(l, brought);
-  }
-  if (warp == 1) {
-    const segment g = find_segment(view, prefix, begin);
-    if (g.first_unit + g.n_units <= end) expect_own_keys<D, FP4>(open_of(view, g), lane);
-  }
+    look_up<PAIRS>(l, view, g, 32, lane);
+  } else if (warp == 1 && g.first_unit + g.n_units <= end)
+    expect_own_keys<D, FP4>(open_of(view, g), lane);
+  for (int i = threadIdx.x; i < 4 * D; i += 64 * PAIRS) ((uint32_t *)query)[i] = 0; /* rows of heads the group does not have */
+  float2 angle[D / 32];
+  if (FUSED) kv::head_angles<D>(p.a.rope, g.len - 1, lane, angle);
+  __syncthreads();
   grid_wait();
   if (half == 0)
     for (; brought < STAGES && first + brought * PAIRS < end; brought++)
       if (lane == 0) bring<T>(l, brought);
   for (int u = begin; u < end;) {
-    const segment g = find_segment(view, prefix, u);
     const int last_unit = g.first_unit + g.n_units - 1, stop = min(end, last_unit + 1);
     if (warp == 1 && u > begin && last_unit < end) expect_own_keys<D, FP4>(open_of(view, g), lane);
     if (FUSED)
-      prepare_segment<D, FP4, PAIRS>(p, g, query, sums, nt, last_unit < end);
+      prepare_segment<D, FP4, PAIRS>(p, g, angle, query, sums, nt, last_unit < end);
     else
       place_queries<D>(p, g, query);
     if (threadIdx.x == 0) *shared_segment = g;
@@ -198,19 +204,7 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
     for (; first + i * PAIRS < stop; i++, lo -= PAIRS * K_PAGE_TOKENS, len -= PAIRS * K_PAGE_TOKENS) {
       const int unit = first + i * PAIRS, stage = i % STAGES;
       const uint32_t tile = ring + stage * T;
-      bool brings = half == 0 && i > 0 && unit + PAIRS < end; /* the next tile, in place of the one before this */
-      if (brings && i % 32 == 0) look_up<PAIRS>(l, view, prefix, i + 32, lane);
-      auto bring_next = [&](bool waits) {
-        if (!brings) return;
-        const uint32_t left = empty + (stage ^ 1) * 8, parity = (i - 1) / STAGES & 1;
-        if (waits)
-          bar_wait(left, parity);
-        else if (!bar_test(left, parity))
-          return;
-        if (lane == 0) bring<T>(l, i + 1);
-        brings = false;
-      };
-      bring_next(false);
+      if (half == 0 && i > 0 && i % 32 == 0) look_up<PAIRS>(l, view, *shared_segment, i + 32, lane);
       bar_wait(full + stage * 8, i / STAGES & 1);
       const bool is_last = unit == vs->first_unit + vs->n_units - 1, has_new = FUSED && is_last && (len - 1) >> 5 == half;
       const int own = is_last ? (len - 1) / OPEN_TOKENS<FP4> * OPEN_TOKENS<FP4> : K_PAGE_TOKENS;
@@ -220,47 +214,46 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
       }
       if (!is_last && lo <= 0)
         attend_page<D, FP4, BLOCKS, true>(st, smem_addr(query), tile, block0, lane, lo, len, own, p.score_scale,
-                                          [](int, int) { return uint4(); }, [&] { bring_next(true); });
+                                          [](int, int) { return uint4(); }, [] {});
       else {
         const own_keys<D> keys = {open_of(view, *shared_segment) + (block0 * 16 - own) * D + lane * 8, has_new ? nt : NULL, (len - 1) & 31};
-        attend_page<D, FP4, BLOCKS, false>(st, smem_addr(query), tile, block0, lane, lo, len, own, p.score_scale, keys,
-                                           [&] { bring_next(true); });
+        attend_page<D, FP4, BLOCKS, false>(st, smem_addr(query), tile, block0, lane, lo, len, own, p.score_scale, keys, [] {});
       }
       __syncwarp();
-      if (lane == 0) bar_arrive(empty + stage * 8);
+      if (lane == 0 && leave(left + stage * 4) && unit + STAGES * PAIRS < end) bring<T>(l, i + STAGES);
     }
     if (half == 1) spill_state<D, FP4, false>(st, sums, pair, lane);
     __syncthreads();
     if (half == 0) spill_state<D, FP4, true>(st, sums, pair, lane);
     __syncthreads();
-    flush_segment<D, 2 * PAIRS, PAIRS>(p.a, *shared_segment, prefix, sums, flag, n_ctas, u == begin, [] { __syncthreads(); });
+    flush_segment<D, 2 * PAIRS, PAIRS>(p.a, *shared_segment, mine, sums, flag, u == begin, [] { __syncthreads(); });
     u = stop;
-    if (u < end) __syncthreads();
+    if (u == end) break;
+    next_segment(view, g = *shared_segment);
+    if (FUSED) kv::head_angles<D>(p.a.rope, g.len - 1, lane, angle);
+    __syncthreads();
   }
 #endif
 }
 
 template <int D, bool FUSED, bool FP4, int PAIRS> int launch_pairs(const k_attn_decode &a, int32_t n_sm, k_stream at) {
   const params p = {a, score_scale<FP4>(D)};
-  const int bytes = map<D, FP4, PAIRS>::bytes(a.kv.n_seqs), fit = SM_BYTES / (bytes + 1024); /* each CTA costs 1 KiB more */
-  return launch_kernel(attn_decode_kernel<D, FUSED, FP4, PAIRS>, dim3(n_sm * (fit * PAIRS < PAIRS_PER_SM ? fit : PAIRS_PER_SM / PAIRS)),
-                       dim3(64 * PAIRS), bytes, (cudaStream_t)at.stream, at.pdl, p);
+  return launch_kernel(attn_decode_kernel<D, FUSED, FP4, PAIRS>, dim3(n_sm * PAIRS_PER_SM / PAIRS), dim3(64 * PAIRS),
+                       map<D, FP4, PAIRS>::BYTES, (cudaStream_t)at.stream, at.pdl, p);
 }
 
-/* As few and large CTAs as there are sequences and KV heads: parts of one that meet in memory cost more than pairs that meet in a CTA. */
 template <int D, bool FUSED, bool FP4> int launch_decode(const k_attn_decode &a, int32_t n_sm, k_stream at) {
-  const int32_t segments = a.kv.n_seqs * a.kv.n_kv_heads;
-  if (segments <= n_sm) return launch_pairs<D, FUSED, FP4, 8>(a, n_sm, at);
-  if (segments <= 2 * n_sm) return launch_pairs<D, FUSED, FP4, 4>(a, n_sm, at);
-  if (segments <= 4 * n_sm) return launch_pairs<D, FUSED, FP4, 2>(a, n_sm, at);
-  return launch_pairs<D, FUSED, FP4, 1>(a, n_sm, at);
+  const int pairs = pairs_of(n_sm, a.kv.n_seqs, a.kv.n_kv_heads);
+  if (pairs == 8) return launch_pairs<D, FUSED, FP4, 8>(a, n_sm, at);
+  if (pairs == 4) return launch_pairs<D, FUSED, FP4, 4>(a, n_sm, at);
+  return pairs == 2 ? launch_pairs<D, FUSED, FP4, 2>(a, n_sm, at) : launch_pairs<D, FUSED, FP4, 1>(a, n_sm, at);
 }
 
 template <int D, bool FUSED, bool FP4> int prepare_pairs(void) {
-  int e = prepare_kernel(attn_decode_kernel<D, FUSED, FP4, 1>, map<D, FP4, 1>::bytes(MAX_SEQS));
-  if (!e) e = prepare_kernel(attn_decode_kernel<D, FUSED, FP4, 2>, map<D, FP4, 2>::bytes(MAX_SEQS));
-  if (!e) e = prepare_kernel(attn_decode_kernel<D, FUSED, FP4, 4>, map<D, FP4, 4>::bytes(MAX_SEQS));
-  return e ? e : prepare_kernel(attn_decode_kernel<D, FUSED, FP4, 8>, map<D, FP4, 8>::bytes(MAX_SEQS));
+  int e = prepare_kernel(attn_decode_kernel<D, FUSED, FP4, 1>, map<D, FP4, 1>::BYTES);
+  if (!e) e = prepare_kernel(attn_decode_kernel<D, FUSED, FP4, 2>, map<D, FP4, 2>::BYTES);
+  if (!e) e = prepare_kernel(attn_decode_kernel<D, FUSED, FP4, 4>, map<D, FP4, 4>::BYTES);
+  return e ? e : prepare_kernel(attn_decode_kernel<D, FUSED, FP4, 8>, map<D, FP4, 8>::BYTES);
 }
 
 template <int D, bool FP4> int prepare_decode(void) {
@@ -283,7 +276,8 @@ extern "C" size_t k_attn_decode_workspace_bytes(int32_t n_sm, int32_t head_dim) 
 }
 
 extern "C" int sits_k_attn_decode_init(void) {
-  int e = prepare_decode<64, false>();
+  int e = sits_k_attn_cut_init();
+  if (!e) e = prepare_decode<64, false>();
   if (!e) e = prepare_decode<64, true>();
   if (!e) e = prepare_decode<128, false>();
   return e ? e : prepare_decode<128, true>();
@@ -292,7 +286,7 @@ extern "C" int sits_k_attn_decode_init(void) {
 extern "C" int sits_k_attn_decode(const struct k_attn_decode *a, int32_t n_sm, struct k_stream at) {
   const k_kv_view &v = a->kv;
   const bool is_fp4 = v.codec == K_KV_FP4;
-  if (!k_attn_decode_takes(v.codec, v.head_dim, v.n_heads, v.n_kv_heads) || v.n_seqs < 1 || v.n_seqs > MAX_SEQS)
+  if (!k_attn_decode_takes(v.codec, v.head_dim, v.n_heads, v.n_kv_heads) || v.n_seqs < 1 || v.n_seqs > K_MAX_DECODE_SEQS || !a->cut)
     return cudaErrorInvalidValue;
   if (v.head_dim == 64) return is_fp4 ? launch_head_size<64, true>(*a, n_sm, at) : launch_head_size<64, false>(*a, n_sm, at);
   return is_fp4 ? launch_head_size<128, true>(*a, n_sm, at) : launch_head_size<128, false>(*a, n_sm, at);

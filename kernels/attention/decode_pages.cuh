@@ -5,12 +5,12 @@
  * blocks, what is computed once per page and 32 tokens (queries times the scales of keys, zero points, means) serves both, and it has two
  * independent chains of products.
  * Own group: the newest 1 to 32 (int4) or 64 (fp4) tokens are read in f16 from the sequence's open slot.
- * Numerics: int4: folded nibbles (16+q, 256+q) times f16(query * scale of its channel) or f16(probability * scale of its token); the
- *   offsets 16 + zero point and 256 + zero point are taken off by one more product a group, of the zero points and of ones. fp4: f16
- *   numbers 2^-14 times as large (subnormal ones included, which tensor cores take); K scales on the f32 scores, means by a product of
- *   their own, V scales on the f16 probabilities. Scales are quarters of their size everywhere, the factor comes back in f32. A running
- *   reference near the maximum in f32, base-2 exponentials. Empty and masked positions have probability exactly 0. Outputs are rotated
- *   back (Hadamard) as they are stored.
+ * Numerics: int4: folded nibbles as subnormal f16 numbers, which tensor cores take (2^-18 and 2^-22 times as large), times f16(query *
+ *   scale of its channel) or f16(probability * scale of its token); zero points are taken off by one more product a group, of the stored
+ *   bytes and of their bias. fp4: f16 numbers 2^-14 times as large, subnormal ones included; K scales on the f32 scores, means by a
+ *   product of their own, V scales on the f16 probabilities. Scales are quarters of their size everywhere, the factor comes back in f32. A
+ *   running reference near the maximum in f32, base-2 exponentials. Empty and masked positions have probability exactly 0. Outputs are
+ *   rotated back (Hadamard) as they are stored.
  */
 #ifndef SITS_KERNELS_DECODE_PAGES_CUH
 #define SITS_KERNELS_DECODE_PAGES_CUH
@@ -127,7 +127,8 @@ template <int D, bool FP4> SITS_DEV void patch_value(uint32_t tile, uint8_t *pag
   __syncwarp();
 }
 
-/* off, int4: of each group of 32 channels, sums of probability * scale * zero point (two heads), then of probability * scale. */
+/* off, int4: of each group of 32 channels, sums of probability * scale * biased zero point (two heads), then of the same with the bias
+ * alone; both 2^-24 times as large. */
 template <int D> struct state { float o[D / 16][4], off[D / 32][4], m0, m1, l0, l1; };
 
 /* Eight e2m1 numbers (kv_tile.cuh) as f16 pairs, 2^-14 times as large: sign to bit 15, magnitude to bits 11:9 of each half. */
@@ -137,6 +138,11 @@ SITS_DEV void unfold_fp4(uint32_t w, uint32_t a[4]) {
   a[2] = lop_and_or(w << 7, 0x80008000u, (w >> 3) & 0x0E000E00u);
   a[3] = lop_and_or(w << 15, 0x80008000u, (w << 5) & 0x0E000E00u);
 }
+/* Eight nibbles of a folded word as f16 numbers: row g 2^-18 times as large, row g+8 2^-22 times. */
+SITS_DEV void unfold_int4(uint32_t w, uint32_t a[4]) {
+  const uint32_t y = __funnelshift_r(w, w, 8);
+  a[0] = w & 0x03C003C0u, a[1] = w & 0x003C003Cu, a[2] = y & 0x03C003C0u, a[3] = y & 0x003C003Cu;
+}
 template <bool FP4> SITS_DEV void unfold(uint32_t w, uint32_t a[4]) {
   if (FP4)
     unfold_fp4(w, a);
@@ -145,14 +151,13 @@ template <bool FP4> SITS_DEV void unfold(uint32_t w, uint32_t a[4]) {
 }
 
 SITS_DEV uint32_t word_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-constexpr uint32_t ONES = 0x3C003C00u;
-/* Rows g of A: zero points; rows g+8: ones. */
+/* Rows g of A: biased zero points 2^-24 times as large; rows g+8: the bias. */
 SITS_DEV void mma_zeros(float (&d)[4], uint32_t zeros, uint32_t b0, uint32_t b1) {
-  uint32_t even, odd;
-  kv::zero_points(zeros, &even, &odd);
-  const uint32_t a[4] = {even, ONES, odd, ONES};
+  constexpr uint32_t BIAS = 0x00800080u;
+  const uint32_t a[4] = {zeros & 0x00FF00FFu, BIAS, __byte_perm(zeros, 0, 0x4341), BIAS};
   mma_f16(d, a, b0, b1, d);
 }
+constexpr float ROW0 = 0x1p18f, ROW8 = 0x1p22f, ZERO = 0x1p24f; /* what takes that back, of rows g and g+8 and of off */
 
 /* Scores of N blocks of 16 tokens against f16 keys. Half unrolled: a warp comes here once a sequence, but the keys may be far. */
 template <int D, bool FP4, int N, class K> SITS_DEV void score_own(float (&sc)[N][4], uint32_t query, int lane, K keys) {
@@ -199,7 +204,7 @@ template <int D, int N> SITS_DEV void score_int4(float (&sc)[N][4], uint32_t que
         mma_zeros(off, word_of(zeros, h * 2 + c), q0, q1);
 #pragma unroll
         for (int b = 0; b < N; b++) {
-          fold_nibbles(word_of(w[b], h * 2 + c), a);
+          unfold_int4(word_of(w[b], h * 2 + c), a);
           mma_f16(sc[b], a, q0, q1, sc[b]);
         }
       }
@@ -208,7 +213,7 @@ template <int D, int N> SITS_DEV void score_int4(float (&sc)[N][4], uint32_t que
 #pragma unroll
   for (int b = 0; b < N; b++)
 #pragma unroll
-    for (int e = 0; e < 4; e++) sc[b][e] -= fmaf(e < 2 ? 16.f : 256.f, off[2 + (e & 1)], off[e & 1]);
+    for (int e = 0; e < 4; e++) sc[b][e] = fmaf(sc[b][e], e < 2 ? ROW0 : ROW8, (off[2 + (e & 1)] - off[e & 1]) * ZERO);
 }
 
 template <int D, int N> SITS_DEV void score_fp4(float (&sc)[N][4], uint32_t query, uint32_t tile, int block0, int lane) {
@@ -276,7 +281,7 @@ SITS_DEV void add_values(state<D> &st, uint32_t tile, int block, int lane, uint3
         mma_zeros(st.off[i * 2 + c], c ? z.y : z.x, e0, e1);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          fold_nibbles(word_of(w, c * 2 + k), a);
+          unfold_int4(word_of(w, c * 2 + k), a);
           mma_f16(st.o[i * 4 + c * 2 + k], a, e0, e1, st.o[i * 4 + c * 2 + k]);
         }
       }
@@ -356,7 +361,7 @@ template <int D, bool FP4, bool ADD> SITS_DEV void spill_state(state<D> &st, flo
     for (int e = 0; e < 4; e++) {
       const float *off = st.off[i / 2];
       float x = FP4 ? FP4_SCALES * st.o[i][e]
-                    : SCALES * (st.o[i][e] - fmaf(e < 2 ? 16.f : 256.f, off[2 + (e & 1)], off[e & 1]));
+                    : SCALES * fmaf(st.o[i][e], e < 2 ? ROW0 : ROW8, (off[2 + (e & 1)] - off[e & 1]) * ZERO);
       float *to = r + (e & 1) * ROW + i * 16 + g + (e >> 1) * 8;
       if (ADD) x = x * mine[e & 1] + *to * other[e & 1];
       *to = x;

@@ -22,8 +22,8 @@
  * History: scores, softmax and values in a row, two warpgroups that drift apart, one ring of K and V: 284, 427, 483. This order: 470, 628,
  *   690. Without the turns 445, 620, 693; three stages 468, 626, 690; tiles of one head after the other instead of heads inside 409, 612,
  *   689. The compiler moves a softmax behind a wait for a product that it does not need (then nothing overlaps): hence the two waits in
- *   `rescale`, each behind the branch that asks whether a maximum moved. 288 threads with 224 registers each spill. The figures are of a
- *   branch that each warp took for itself, which wgmma.wait_group.aligned forbids (synccheck saw it); the warpgroup's is not timed yet.
+ *   `rescale`, each behind a branch that depends on it. 288 threads with 224 registers each spill. A branch that each warp takes for
+ *   itself is what wgmma.wait_group.aligned forbids (synccheck saw it); asked of the warpgroup (bar.red.or) it costs 5 to 6 %: 606 to 576.
  * Links: twin ref_attention, test tests/gpu/test_attention.c.
  */
 #include "common/kv_tile.cuh"
@@ -142,26 +142,17 @@ SITS_DEV void pack_probabilities(const float (&s)[64], uint32_t (&p)[8][4]) {
   for (int i = 0; i < 32; i++) p[i >> 2][i & 3] = pack_half2(s[2 * i], s[2 * i + 1]);
 }
 
-/* Whether it is true in any thread of a warpgroup. */
-SITS_DEV bool any_of_group(bool is_true, int group) {
-  int any;
-  asm volatile("{\n\t.reg .pred p, q;\n\tsetp.ne.s32 p, %1, 0;\n\tbar.red.or.pred q, %2, 128, p;\n\tselp.s32 %0, 1, 0, q;\n\t}"
-               : "=r"(any)
-               : "r"((int)is_true), "r"(4 + group)
-               : "memory");
-  return any != 0;
-}
-
-/* Wait for O and rescale it. Two waits whose texts differ, so that they are not made one and moved before the softmax; all four warps take
- * the same one, as wgmma.wait_group.aligned wants. */
-template <int D> SITS_DEV void rescale(float (&o)[D / 2], const float (&f)[2], int group) {
-  if (any_of_group(f[0] != 1.f || f[1] != 1.f, group)) {
+/* Wait for O and rescale it. Two waits whose texts differ, so that they are not made one and moved before the softmax. The first branch
+ * asks what is always true (a factor is not negative), so that all four warps come to one wait, as wgmma.wait_group.aligned wants. */
+template <int D> SITS_DEV void rescale(float (&o)[D / 2], const float (&f)[2]) {
+  if (__any_sync(~0u, f[0] + f[1] >= 0.f)) {
     wgmma_wait<0>();
     pin(o);
+    if (!__any_sync(~0u, f[0] != 1.f || f[1] != 1.f)) return;
 #pragma unroll
     for (int j = 0; j < D / 2; j++) o[j] *= f[(j >> 1) & 1];
   } else {
-    asm volatile("wgmma.wait_group.sync.aligned 0; // nothing to rescale" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0; // never: a sum that is no number" ::: "memory");
     pin(o);
   }
 }
@@ -208,7 +199,7 @@ template <int D> SITS_DEV void walk(const params &args, const tile_range &b, uin
     if (tile_mask(b, i, QUERIES, KEYS)) mask_scores(s, b, i, row, t);
     softmax(s, m, l, f, args.scale);
     pin(s);
-    rescale<D>(o, f, group);
+    rescale<D>(o, f);
     if (lane == 0) bar_arrive(bars.v_empty + at_v.slot * 8);
     at_v.next();
     pack_probabilities(s, p);

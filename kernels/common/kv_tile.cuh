@@ -136,16 +136,6 @@ SITS_DEV float e2m1_value(uint32_t q) { return 16384.f * half_from_bits((q & 8u)
 SITS_DEV void quarter_scales(uint32_t w, uint32_t *even, uint32_t *odd) {
   *even = (w << 6) & 0x3FC03FC0u, *odd = (w >> 2) & 0x3FC03FC0u;
 }
-/* A word of four biased zero points as f16 pairs. */
-SITS_DEV uint32_t add_half2(uint32_t a, uint32_t b) {
-  uint32_t r;
-  asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-SITS_DEV void zero_points(uint32_t w, uint32_t *even, uint32_t *odd) { /* 1024 + byte, then less 1,152 */
-  *even = add_half2(__byte_perm(w, 0x64646464u, 0x4240), 0xE480E480u), *odd = add_half2(__byte_perm(w, 0x64646464u, 0x4341), 0xE480E480u);
-}
-
 /* One value of a tile, as f32 (keys and values as stored: rotated where the codec rotates). */
 SITS_DEV float load(const uint8_t *tile, int codec, int head_dim, bool is_value, int token, int d) {
   if (codec == K_KV_F16) return __half2float(((const __half *)tile)[(is_value ? K_PAGE_TOKENS * head_dim : 0) + token * head_dim + d]);

@@ -353,12 +353,15 @@ static void run_decode(struct world *w, struct step *st, enum decode_form form, 
                             .eps = 1e-6f,
                             .out = gpu_alloc(bytes),
                             .frag_m = frag_m,
+                            .cut = gpu_alloc(k_attn_cut_bytes(n_sm)),
                             .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, c->dim)),
                             .counters = gpu_zeros((size_t)N_SEQS * c->kv_heads * 4)};
   if (form == DECODE_FEW)
     gpu_check_call(sits_k_attn_few(&a, n_sm, gpu_stream()), "sits_k_attn_few");
-  else
+  else {
+    gpu_check_call(sits_k_attn_cut(&w->view, a.cut, sms, gpu_stream()), "sits_k_attn_cut");
     gpu_check_call(sits_k_attn_decode(&a, sms, gpu_stream()), "sits_k_attn_decode");
+  }
   if (is_fused) gpu_check_call(sits_k_kv_close(&w->view, n_sm, gpu_stream()), "sits_k_kv_close");
   double error = gather(w, k, v);
   verdict(error < codec_error(c->codec), "%s %s: pages after decode within %.4f", c->name, what, error);
@@ -390,6 +393,75 @@ static void run_config(struct config c) {
   gpu_release_all();
 }
 
+struct cut_part { int32_t n, first_cta, first_slot, last_cta; };
+
+/* CTA c takes a part of the segment from unit `first` on, in its run's first place or another. Parts lie in CTAs that follow one another
+ * and agree on which these are. */
+static bool add_part(struct cut_part *part, const struct k_attn_share *run, int32_t c, int32_t first, int32_t n_units, bool is_first) {
+  const bool begins = first >= run->begin, ends = first + n_units <= run->end;
+  const int32_t slot = 2 * c + !is_first;
+  const struct cut_part now = {part->n + 1, begins ? c : run->first_cta, begins ? slot : run->first_slot, ends ? c : run->last_cta};
+  const bool agrees = now.first_cta == part->first_cta && now.first_slot == part->first_slot && now.last_cta == part->last_cta;
+  const bool is_good = part->n == 0 ? begins : agrees && is_first && c == part->first_cta + part->n;
+  *part = now;
+  return is_good;
+}
+
+/* The records of sits_k_attn_cut for sequences of so many pages (0: one that has no single token): together all units, in order, in whole
+ * segments' parts. NULL, or what is wrong. */
+static const char *wrong_cut(const struct k_attn_share *cut, int32_t n_ctas, const int32_t *pages, int32_t n_seqs, int32_t kv_heads,
+                             struct cut_part *parts) {
+  int32_t at = 0, n_units = 0;
+  for (int32_t s = 0; s < n_seqs; s++) n_units += pages[s] * kv_heads;
+  memset(parts, 0, (size_t)(n_seqs * kv_heads) * sizeof *parts);
+  for (int32_t c = 0; c < n_ctas; c++) {
+    const struct k_attn_share *run = &cut[c];
+    if (run->begin == run->end) continue;
+    int32_t s = run->seq, head = run->head, first = run->first_unit;
+    if (run->begin != at || run->end < at) return "units are left out or taken twice";
+    if (first > at || at >= first + run->n_units || run->n_units != pages[s]) return "the first unit is not of the segment named";
+    while (first < run->end) {
+      if (!add_part(&parts[s * kv_heads + head], run, c, first, pages[s], first == run->first_unit)) return "parts do not agree";
+      first += pages[s];
+      if (++head == kv_heads)
+        for (head = 0, s++; s < n_seqs && pages[s] == 0;) s++;
+    }
+    at = run->end;
+  }
+  for (int32_t i = 0; i < n_seqs * kv_heads; i++)
+    if (pages[i / kv_heads] > 0 && parts[i].n != parts[i].last_cta - parts[i].first_cta + 1) return "a part is missing";
+  return at == n_units ? NULL : "units are left out at the end";
+}
+
+static void run_cut(int32_t n_seqs, int32_t kv_heads, int32_t most_pages, int32_t sms, uint32_t seed) {
+  int32_t *start = host_alloc(((size_t)n_seqs + 1) * 4), *len = host_alloc((size_t)n_seqs * 4), *pages = host_alloc((size_t)n_seqs * 4);
+  const int32_t n_ctas = k_attn_decode_ctas(sms, n_seqs, kv_heads);
+  struct k_attn_share *cut = host_alloc(k_attn_cut_bytes(sms));
+  start[0] = 0;
+  for (int32_t s = 0; s < n_seqs; s++) {
+    seed = seed * 1664525u + 1013904223u;
+    const bool is_single = seed >> 28 != 0;
+    len[s] = 1 + (int32_t)((seed >> 8) % (uint32_t)(64 * most_pages));
+    start[s + 1] = start[s] + (is_single ? 1 : 2);
+    pages[s] = is_single ? (len[s] + 63) / 64 : 0;
+  }
+  const struct k_kv_view view = {.codec = K_KV_INT4, .n_kv_heads = kv_heads, .n_heads = kv_heads, .head_dim = 128, .n_seqs = n_seqs,
+                                 .seq_start = gpu_copy(start, ((size_t)n_seqs + 1) * 4), .kv_len = gpu_copy(len, (size_t)n_seqs * 4)};
+  struct k_attn_share *dev = gpu_alloc(k_attn_cut_bytes(sms));
+  gpu_check_call(sits_k_attn_cut(&view, dev, sms, gpu_stream()), "sits_k_attn_cut");
+  gpu_read(cut, dev, k_attn_cut_bytes(sms));
+  const char *wrong = wrong_cut(cut, n_ctas, pages, n_seqs, kv_heads, host_alloc((size_t)(n_seqs * kv_heads) * sizeof(struct cut_part)));
+  verdict(wrong == NULL, "cut of %d sequences up to %d pages, %d heads, %d SMs: %s", n_seqs, most_pages, kv_heads, sms,
+          wrong ? wrong : "whole");
+}
+
+static void run_cuts(void) {
+  static const int32_t seqs[] = {1, 7, 33, 64, 300, 1024}, pages[] = {1, 3, 20, 300};
+  for (int i = 0; i < (gpu_is_small() ? 3 : 6); i++)
+    for (int k = 0; k < 4; k++) run_cut(seqs[i], i % 2 ? 8 : 3, pages[k], k % 2 ? n_sm : 1 + 2 * i, (uint32_t)(i * 4 + k + 1));
+  gpu_release_all();
+}
+
 int main(void) {
   n_sm = gpu_open();
   gpu_check_call(sits_k_attn_decode_init(), "init");
@@ -397,6 +469,7 @@ int main(void) {
   gpu_check_call(sits_k_kv_fold_init(), "init");
   gpu_check_call(sits_k_attn_prefill_init(), "init");
   gpu_check_call(sits_k_attn_prefill_sm90_init(), "init");
+  run_cuts();
   run_config((struct config){32, 8, 128, K_KV_INT4, false, false, 128, 0, "int4 32/8 x128"});
   run_config((struct config){9, 3, 64, K_KV_INT4, false, false, 64, 0, "int4 9/3 x64"});
   run_config((struct config){16, 2, 128, K_KV_INT4, false, true, 128, 0, "int4 16/2 x128 head norms"});

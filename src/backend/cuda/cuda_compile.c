@@ -209,6 +209,7 @@ static bool make_workspaces(struct backend_program *p)
   ok = ok && (p->attn_workspace = cuda_memory_alloc(b, p, k_attn_decode_workspace_bytes(b->n_sm, d->head_dim))) != NULL;
   ok = ok && (p->prefill_workspace = cuda_memory_alloc(b, p, k_attn_prefill_workspace_bytes(b->n_sm, d->head_dim))) != NULL;
   ok = ok && (p->attn_counters = cuda_memory_alloc(b, p, r * (size_t)d->n_kv_heads * sizeof(int32_t))) != NULL;
+  ok = ok && (p->attn_cut = cuda_memory_alloc(b, p, k_attn_cut_bytes(b->n_sm))) != NULL;
   const int32_t seqs = p->max_rows, graph = seqs < CUDA_GRAPH_TOKENS ? seqs : CUDA_GRAPH_TOKENS;
   return ok && cuda_make_inputs(p, &p->general, p->max_tokens, seqs) && cuda_make_inputs(p, &p->decode, graph, graph);
 }

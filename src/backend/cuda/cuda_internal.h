@@ -127,6 +127,7 @@ struct backend_program {
   float *logits, *host_logits;      /* [R][V] */
   float *attn_workspace, *prefill_workspace;
   int32_t *attn_counters;
+  struct k_attn_share *attn_cut;    /* k_attn_cut_bytes, of the step at hand */
   struct cuda_lt_plan lt_plans[CUDA_MAX_LT_PLANS];
   int32_t n_lt_plans;
   struct cuda_graph graphs[CUDA_MAX_GRAPHS];

@@ -57,6 +57,7 @@ static enum sits_status decode_attention(struct backend_program *p, const struct
                                   .eps = p->program->dims.rms_eps,
                                   .out = out,
                                   .frag_m = frag_m,
+                                  .cut = p->attn_cut,
                                   .workspace = p->attn_workspace,
                                   .counters = p->attn_counters};
   return CUDA_CALL(p->backend, is_few ? sits_k_attn_few(&a, p->backend->n_sm, at) : sits_k_attn_decode(&a, p->backend->n_sm, at));
@@ -148,6 +149,14 @@ static enum sits_status gathered_attention(struct backend_program *p, struct bac
   return SITS_OK;
 }
 
+static bool has_single(const struct cuda_step *step)
+{
+  if (step->is_decode) return true;
+  for (int32_t s = 0; s < step->batch->n_seqs; s++)
+    if (step->batch->seq_start[s + 1] - step->batch->seq_start[s] == 1) return true;
+  return false;
+}
+
 /* p->qkv (or n_slabs sums in p->slabs) -> rows in p->attn, or fragments in frag_a when frag_m > 0. */
 static enum sits_status attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, int32_t l,
                                   int32_t n_slabs, int32_t frag_m, void *frag, struct k_stream at)
@@ -173,11 +182,8 @@ static enum sits_status attention(struct backend_program *p, struct backend_kv *
   LAUNCH(sits_k_rope_append(&append, at));
   if (kv->open != NULL) LAUNCH(sits_k_kv_fold(&view, at));
   if (k_attn_prefill_takes(view.head_dim)) {
-    bool has_single = false;
-    for (int32_t s = 0; s < step->batch->n_seqs; s++)
-      has_single = has_single || step->batch->seq_start[s + 1] - step->batch->seq_start[s] == 1;
     TRY(gathered_attention(p, kv, step, &view, has_fast_decode, at));
-    if (has_fast_decode && has_single) TRY(decode_attention(p, &view, layer, p->q, &qkv, false, 0, p->attn, at));
+    if (has_fast_decode && has_single(step)) TRY(decode_attention(p, &view, layer, p->q, &qkv, false, 0, p->attn, at));
   } else {
     const struct k_attn_any any = {view, p->q, p->attn};
     LAUNCH(sits_k_attn_any(&any, at));
@@ -362,6 +368,10 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
 enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
 {
   if (p->comm != NULL && p->comm->is_shared) at.pdl = false;
+  if (!step->is_few && cuda_has_fast_decode(p, kv) && has_single(step)) {
+    const struct k_kv_view view = view_of(p, kv, step, 0);
+    LAUNCH(sits_k_attn_cut(&view, p->attn_cut, p->backend->n_sm, at));
+  }
   if (p->is_fast && step->n_tokens <= CUDA_FAST_TOKENS)
     TRY(run_fast(p, kv, step, at));
   else

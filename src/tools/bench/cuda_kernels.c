@@ -40,6 +40,7 @@ struct lab {
   void *weight[LAYERS][4], *head;
   float *channel, *h, *gain, *ssq, *f32, *workspace, *act_scale;
   void *frag[3], *wide, *act;
+  struct k_attn_share *cut;
   int32_t *ints, *counters, *table;
   int32_t table_stride;
   json_t *rows;
@@ -90,6 +91,7 @@ static void make(struct lab *lab)
   lab->act = take(lab, (size_t)MOST_TOKENS * F * 2);
   lab->act_scale = take(lab, (size_t)MOST_TOKENS * (F / K_GROUP) * 4);
   for (int i = 0; i < 3; i++) lab->frag[i] = take(lab, (size_t)16 * F * 2);
+  lab->cut = take(lab, k_attn_cut_bytes(lab->n_sm));
   lab->workspace = take(lab, k_attn_decode_workspace_bytes(lab->n_sm, D));
   lab->counters = take(lab, MOST_TOKENS * G * 4);
   lab->kv = take(lab, (size_t)KV_GIB << 30);
@@ -198,6 +200,13 @@ static struct k_kv_view view_of(const struct lab *lab, int layer, enum k_kv_code
                             .open_slot = lab->ints + 2048};
 }
 
+/* Once a step. */
+static void launch_cut(struct lab *lab, enum k_kv_codec codec, int32_t n_seqs, int32_t context, bool pdl)
+{
+  const struct k_kv_view view = view_of(lab, 0, codec, n_seqs);
+  if (!k_attn_few_suits(lab->n_sm, n_seqs, G, context)) check(lab, sits_k_attn_cut(&view, lab->cut, lab->n_sm, at_of(lab, pdl)), "cut");
+}
+
 static void launch_attention(struct lab *lab, int layer, enum k_kv_codec codec, int32_t n_seqs, int32_t context, int32_t frag_m, bool pdl)
 {
   const struct k_attn_decode a = {.kv = view_of(lab, layer, codec, n_seqs),
@@ -206,6 +215,7 @@ static void launch_attention(struct lab *lab, int layer, enum k_kv_codec codec, 
                                   .eps = 1e-5f,
                                   .out = frag_m ? lab->frag[1] : lab->wide,
                                   .frag_m = frag_m,
+                                  .cut = lab->cut,
                                   .workspace = lab->workspace,
                                   .counters = lab->counters};
   check(lab, k_attn_few_suits(lab->n_sm, n_seqs, G, context) ? sits_k_attn_few(&a, lab->n_sm, at_of(lab, pdl))
@@ -220,6 +230,7 @@ static void decode_body(struct lab *lab, const void *arg, bool pdl)
     for (int l = 0; l < 4; l++) launch_w4a16(lab, 0, 4, a->n_tokens, pdl);
     return;
   }
+  if (a->which == 5 && a->has_attention) launch_cut(lab, a->codec, a->n_tokens, a->context, pdl);
   for (int l = 0; l < LAYERS; l++)
     for (int i = 0; i < 4; i++) {
       if (a->which != 5 && a->which != i) continue;
@@ -230,20 +241,26 @@ static void decode_body(struct lab *lab, const void *arg, bool pdl)
   if (a->which == 5) launch_w4a16(lab, 0, 4, a->n_tokens, pdl);
 }
 
-/* n sequences of `context` tokens with pages in scattered order. */
-static void set_batch(struct lab *lab, int32_t n, int32_t context)
+/* n sequences of `context` tokens, or of 1 to twice as many, with pages in scattered order. Returns the tokens of all. */
+static double set_batch(struct lab *lab, int32_t n, int32_t context, bool is_ragged)
 {
   static int32_t host[2560], table[MOST_TOKENS * 1024];
-  const int32_t pages = (context + 63) / 64,
-                total = (int32_t)(((int64_t)KV_GIB << 30) / ((int64_t)k_kv_tile_bytes(K_KV_FP4, D) * G * LAYERS));
+  const int32_t total = (int32_t)(((int64_t)KV_GIB << 30) / ((int64_t)k_kv_tile_bytes(K_KV_FP4, D) * G * LAYERS));
+  int32_t n_pages = 0;
+  uint32_t random = 12345;
+  double tokens = 0;
   for (int32_t s = 0; s < n; s++) {
-    host[s] = s, host[512 + s] = context, host[1024 + s] = context - 1, host[1536 + s] = s;
+    random = random * 1664525u + 1013904223u;
+    const int32_t len = is_ragged ? 1 + (int32_t)((random >> 8) % (uint32_t)(2 * context - 1)) : context;
+    host[s] = s, host[512 + s] = len, host[1024 + s] = len - 1, host[1536 + s] = s;
     host[2048 + 2 * s] = host[2049 + 2 * s] = s;
-    for (int32_t i = 0; i < pages; i++) table[s * 1024 + i] = (int32_t)(((int64_t)(s * pages + i) * 7919) % total);
+    for (int32_t i = 0; i < (len + 63) / 64; i++) table[s * 1024 + i] = (int32_t)((int64_t)n_pages++ * 7919 % total);
+    tokens += len;
   }
   host[n] = n;
   check(lab, cudaMemcpy(lab->ints, host, sizeof host, cudaMemcpyHostToDevice), "copy");
   check(lab, cudaMemcpy(lab->table, table, sizeof table, cudaMemcpyHostToDevice), "copy");
+  return tokens;
 }
 
 static void few_tokens(struct lab *lab)
@@ -262,7 +279,7 @@ static void few_tokens(struct lab *lab)
     const struct decode_arg chain = {tokens[t], 5, false, 0}, with = {tokens[t], 5, true, 1024, K_KV_INT4};
     snprintf(name, sizeof name, "w4a16 T=%d all GEMMs of a step", tokens[t]);
     report(lab, name, decode_body, &chain, 1, all, 0);
-    set_batch(lab, tokens[t], 1024);
+    (void)set_batch(lab, tokens[t], 1024, false);
     snprintf(name, sizeof name, "the same with attention at 1024");
     report(lab, name, decode_body, &with, 1, all + (double)tokens[t] * 1024 * 36864, 0);
   }
@@ -273,6 +290,7 @@ static void few_tokens(struct lab *lab)
 static void attention_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
+  launch_cut(lab, a->codec, a->n_tokens, a->context, pdl);
   for (int l = 0; l < LAYERS; l++) launch_attention(lab, l, a->codec, a->n_tokens, a->context, 0, pdl);
 }
 
@@ -286,22 +304,24 @@ static void close_body(struct lab *lab, const void *arg, bool pdl)
 
 static void attention(struct lab *lab)
 {
-  static const int32_t cases[][2] = {{1, 1024},  {8, 1024},  {32, 1024}, {64, 1024}, {128, 1024}, {1, 2048},
-                                     {32, 2048}, {64, 2048}, {4, 4096},  {4, 8192},  {4, 16384},  {4, 32768}};
+  static const int32_t cases[][3] = {{1, 1024},  {8, 1024}, {32, 1024}, {64, 1024}, {128, 1024}, {1, 2048},     {32, 2048},   {64, 2048},
+                                     {4, 4096},  {4, 8192}, {4, 16384}, {4, 32768}, {32, 1024, 1}, {64, 1024, 1}, {128, 512, 1}};
   static const enum k_kv_codec codecs[] = {K_KV_INT4, K_KV_FP4};
   char name[64];
   for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
       const struct decode_arg arg = {cases[i][0], 0, true, cases[i][1], codecs[c]};
-      const double tokens = (double)cases[i][0] * cases[i][1], token = (double)k_kv_tile_bytes(codecs[c], D) * G / K_PAGE_TOKENS;
-      set_batch(lab, cases[i][0], cases[i][1]);
-      snprintf(name, sizeof name, "attention %s %d x %d", codecs[c] == K_KV_FP4 ? "fp4" : "int4", cases[i][0], cases[i][1]);
+      const bool is_ragged = cases[i][2] != 0;
+      const double tokens = set_batch(lab, cases[i][0], cases[i][1], is_ragged),
+                   token = (double)k_kv_tile_bytes(codecs[c], D) * G / K_PAGE_TOKENS;
+      snprintf(name, sizeof name, "attention %s %d x %d%s", codecs[c] == K_KV_FP4 ? "fp4" : "int4", cases[i][0], cases[i][1],
+               is_ragged ? " ragged" : "");
       report(lab, name, attention_body, &arg, LAYERS, tokens * token, tokens * H * D * 4);
     }
   for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++)
     for (int i = 0; i < 2; i++) { /* no sequence ends a group; two do */
       const struct decode_arg arg = {2, 0, true, 1024 - 1 + i, codecs[c]};
-      set_batch(lab, arg.n_tokens, arg.context);
+      (void)set_batch(lab, arg.n_tokens, arg.context, false);
       snprintf(name, sizeof name, "close of %d groups, %s", 2 * i, codecs[c] == K_KV_FP4 ? "fp4" : "int4");
       report(lab, name, close_body, &arg, 4, i * 2.0 * (double)k_kv_open_bytes(codecs[c], LAYERS, G, D), 0);
     }
