@@ -131,6 +131,13 @@ static void make_draw(const struct sits_engine *engine, struct engine_sampler *s
   engine_logprobs(sampler, logits, *token, choice->request->params.sampling.n_top_logprobs, logprobs);
 }
 
+/* Whether a row waits for the draw before it, because it may not count: of a draft, without helpers. */
+static bool may_wait(const struct sits_engine *engine, const struct engine_row *row)
+{
+  if (engine_pool_has_helpers(engine->pool) || row == engine->rows || row->is_prompt) return false;
+  return row[-1].item == row->item && !row[-1].is_prompt;
+}
+
 /* engine_row_fn: everything about a row that does not depend on other rows. Behind a draft the sequence's tokens are the draft's, which
  * is what they will be if the row counts at all. */
 static void make_row(void *user, struct engine_sampler *sampler, int32_t r)
@@ -139,7 +146,7 @@ static void make_row(void *user, struct engine_sampler *sampler, int32_t r)
   struct engine_row *row = &engine->rows[r];
   const struct engine_choice *choice = engine->by_id[engine->plan.items[row->item].id];
   const struct sits_request_params *p = &choice->request->params;
-  if (row->is_device) return;
+  if (row->is_device || may_wait(engine, row)) return;
   const float *logits = engine->logits + (int64_t)r * engine->options.n_vocab;
   row->logprobs = (struct engine_logprobs){0};
   if (row->is_prompt) engine_logprobs(sampler, logits, p->prompt[row->position + 1], p->sampling.n_prompt_logprobs, &row->logprobs);
@@ -169,7 +176,7 @@ static enum sits_finish draw(struct sits_engine *engine, struct engine_choice *c
   if (row->is_ready && engine->by_id[engine->plan.items[row->item].id] == choice) {
     *token = row->token;
     logprobs = row->logprobs;
-  } else { /* a fork draws from its leader's row */
+  } else { /* a row that waited, or a fork, which draws from its leader's row */
     const float *logits = engine->logits + (row - engine->rows) * (int64_t)engine->options.n_vocab;
     make_draw(engine, &engine->sampler, choice, engine_known(choice), logits, token, &logprobs);
   }

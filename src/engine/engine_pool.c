@@ -100,6 +100,8 @@ void engine_pool_destroy(struct engine_pool *pool)
   mem_free(pool);
 }
 
+bool engine_pool_has_helpers(const struct engine_pool *pool) { return pool->n_helpers > 0; }
+
 void engine_pool_run(struct engine_pool *pool, struct engine_sampler *sampler, int32_t n_rows, engine_row_fn row, void *user)
 {
   if (pool->n_helpers == 0 || n_rows <= 1) {

@@ -13,6 +13,7 @@ typedef void (*engine_row_fn)(void *user, struct engine_sampler *sampler, int32_
 /* n_threads helpers beside the caller; 0 gives a pool that does everything on the caller's thread. */
 enum sits_status engine_pool_create(int32_t n_threads, int32_t n_vocab, struct engine_pool **out) SITS_MUST_CHECK;
 void engine_pool_destroy(struct engine_pool *pool);
+bool engine_pool_has_helpers(const struct engine_pool *pool);
 /* Call row for 0 <= r < n_rows; returns when all are done. The caller works too, with `sampler`. */
 void engine_pool_run(struct engine_pool *pool, struct engine_sampler *sampler, int32_t n_rows, engine_row_fn row, void *user);
 
