@@ -7,6 +7,7 @@ enum { FEWEST = 8 };        /* steps' weight before the line is believed */
 enum { DOUBT = 4 };         /* a factor begins as if so many steps had taken what the line says */
 enum { LENGTH = 20 };       /* of the factors' averages, steps */
 
+static const double MOST = 1.25; /* times what was expected: as so much a step counts at most; a rare long one says nothing of its tokens */
 static const double KEEP = 0.99; /* of a step's weight in the line, with each that follows */
 
 void alps_verify_init(struct alps_verify *v)
@@ -31,7 +32,8 @@ void alps_verify_observe(struct alps_verify *v, int32_t n_tokens, double step_us
   const double line_us = by_line(v, n_tokens), x = n_tokens;
   if (line_us > 0) {
     if (v->n_seen[n_tokens] < LENGTH - DOUBT) v->n_seen[n_tokens]++;
-    v->factor[n_tokens] += (step_us / line_us - v->factor[n_tokens]) / (DOUBT + v->n_seen[n_tokens]);
+    const double took = step_us / line_us, most = MOST * v->factor[n_tokens];
+    v->factor[n_tokens] += ((took < most ? took : most) - v->factor[n_tokens]) / (DOUBT + v->n_seen[n_tokens]);
   }
   v->n = KEEP * v->n + 1;
   v->x = KEEP * v->x + x;
