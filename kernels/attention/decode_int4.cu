@@ -11,10 +11,10 @@
  * Shared memory: barriers 384, ring of two tiles (18 KiB at D = 128), queries 2 KiB, merge buffer 8 * (D+4) * 4 (4.1 KiB), new token 512,
  *   addresses of tiles 512: 26 KiB, so eight CTAs an SM, at 128 registers.
  * Pipeline: a pair's first warp looks up 32 addresses of tiles at a time, a lane each; whichever warp leaves a stage last has it filled
- *   again. The first copies start before the grid dependency
- *   opens (pages of earlier steps do not depend on it; not fused, a sequence's last page waits for the append). Fused, the new token never
- *   travels through global memory here: the warp that owns its block patches the tile and the fragments of the slot's keys, and stores the
- *   same words to page and slot.
+ *   again. The first copies start before the grid dependency opens (pages of earlier steps do not depend on it; not fused, a sequence's
+ *   last page waits for the append). The own group's keys come by a copy into the merge buffer, which is free while pages are read, where
+ *   they fit (int4 from two pairs a CTA on, fp4 from four). Fused, the new token never travels through global memory here: the warp that
+ *   owns its block patches the tile and the fragments of its key, and stores the same words to page and slot.
  * Numerics: decode_pages.cuh; parts are merged in CTA order by the last to arrive, so results do not depend on timing. Tolerance against
  *   the f64 twin 2e-3 of the norm.
  * Limits: D 64 or 128, H/G <= 8, S <= 1024, sm_90; anything else goes to attn_any.
@@ -25,7 +25,8 @@
  *   segment (barriers of four warps, fences of the device by all threads), a fifth of the page loop into waiting for tiles. Eight warps and
  *   a loader a CTA: nine warps, twice, leave 96 registers (a quarter of the SM holds five of them), which spills: 68 us for 52. The cut
  *   made by each CTA from the lengths, and code for it in four places: 54 us at 64 x 2,048 for 49. Stages filled again by the
- *   first warp when it finds them left: 47.9 us for 46.2.
+ *   first warp when it finds them left: 47.9 us for 46.2. The own group's keys from global memory, though sent for into the L2: 46.4 us for
+ *   44.4, 29.4 for 26.7 at 64 x 1,024.
  * Links: twin ref_attention (tests/gpu/test_attention.c), test tests/gpu/test_attention.c, bench sits2026-bench kernels.
  */
 #include "attention/decode_split.cuh"
@@ -45,6 +46,7 @@ struct params {
 template <int D, bool FP4, int PAIRS> struct map {
   static constexpr int RING = 384, QUERIES = RING + PAIRS * STAGES * TILE<D, FP4>, SUMS = QUERIES + QUERY_BYTES<D>,
                        NEW = SUMS + PAIRS * 8 * ROW<D> * 4, POINTERS = NEW + 512, BYTES = POINTERS + PAIRS * TABLE * 8;
+  static constexpr bool HOLDS_OPEN = OPEN<D, FP4> <= NEW - SUMS; /* the open slot's keys lie in the merge buffer while pages are read */
   static_assert((BYTES + 1024) * (PAIRS_PER_SM / PAIRS) <= SM_BYTES, "each CTA costs 1 KiB more");
 };
 
@@ -95,14 +97,16 @@ template <int D, bool FP4> SITS_DEV void store_key(__half *open, const new_token
   }
 }
 
-/* Fragments of the own group's keys in global memory; nt, if any, brings the key of the token that is row new_row of the warp's blocks. */
-template <int D> struct own_keys {
+/* Fragments of the own group's keys, in global or in shared memory; nt, if any, brings the key of the token
+ * that is row new_row of the warp's blocks. */
+template <int D, bool IS_SHARED> struct own_keys {
   const __half *at; /* this lane's, of the warp's first block */
+  uint32_t shared;  /* the same */
   const new_token *nt;
   int new_row;
   SITS_DEV uint4 operator()(int step, int block) const {
     const int lane = threadIdx.x & 31;
-    uint4 v = __ldcg((const uint4 *)(at + block * 16 * D + step * 256));
+    uint4 v = IS_SHARED ? lds128(shared + (block * 16 * D + step * 256) * 2) : __ldcg((const uint4 *)(at + block * 16 * D + step * 256));
     if (nt && new_row >> 4 == block && (new_row & 7) == lane >> 2) {
       const uint2 k = *(const uint2 *)(nt->k + step * 16 + 4 * (lane & 3));
       if (new_row & 8)
@@ -113,6 +117,13 @@ template <int D> struct own_keys {
     return v;
   }
 };
+
+/* The blocks of an open slot that hold tokens, on their way into shared memory; one lane. */
+template <int D, bool FP4> SITS_DEV void bring_own_keys(uint32_t to, const __half *open, int len, uint32_t bar) {
+  const int bytes = ((len - 1) % OPEN_TOKENS<FP4> / 16 + 1) * 16 * D * 2;
+  bar_arrive_expect(bar, bytes);
+  bulk_load(to, open, bytes, bar);
+}
 
 /* Copies of a pair's tiles: units first, first + PAIRS, ... of its CTA's run. Its first warp looks them up. */
 struct loader {
@@ -152,6 +163,8 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
   const k_kv_view &view = p.a.kv;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = warp >> 1, half = warp & 1, block0 = half * BLOCKS;
   const uint32_t base = smem_addr(smem), full = base + pair * 32, left = full + 8 * STAGES, ring = base + C::RING + pair * (STAGES * T);
+  const uint32_t open_full = base + 304;
+  uint32_t open_parity = 0;
   int *flag = (int *)(smem + 256);
   segment *shared_segment = (segment *)(smem + 264); /* kept out of registers in the page loop */
   float *sums = (float *)(smem + C::SUMS);
@@ -159,6 +172,7 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
   new_token *nt = (new_token *)(smem + C::NEW);
   if (lane == 0 && half == 0) {
     for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), sts32(left + i * 4, 0);
+    if (warp == 0) bar_init(open_full, 1);
     bar_fence_init();
   }
   __syncthreads();
@@ -194,7 +208,10 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
     else
       place_queries<D>(p, g, query);
     if (threadIdx.x == 0) *shared_segment = g;
+    if (C::HOLDS_OPEN) asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); /* behind it, a copy may take the scratch's place */
     __syncthreads();
+    const bool has_open = C::HOLDS_OPEN && last_unit < end;
+    if (has_open && threadIdx.x == 32) bring_own_keys<D, FP4>(base + C::SUMS, open_of(view, g), g.len, open_full);
     const volatile segment *vs = shared_segment;
     state<D> st = {};
     st.m0 = st.m1 = -1e30f;
@@ -216,11 +233,18 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
         attend_page<D, FP4, BLOCKS, true>(st, smem_addr(query), tile, block0, lane, lo, len, own, p.score_scale,
                                           [](int, int) { return uint4(); }, [] {});
       else {
-        const own_keys<D> keys = {open_of(view, *shared_segment) + (block0 * 16 - own) * D + lane * 8, has_new ? nt : NULL, (len - 1) & 31};
+        if (C::HOLDS_OPEN && is_last) bar_wait(open_full, open_parity);
+        const int at = (block0 * 16 - own) * D + lane * 8; /* in the open slot */
+        const own_keys<D, C::HOLDS_OPEN> keys = {C::HOLDS_OPEN ? NULL : open_of(view, *shared_segment) + at,
+                                                 base + (uint32_t)(C::SUMS + at * 2), has_new ? nt : NULL, (len - 1) & 31};
         attend_page<D, FP4, BLOCKS, false>(st, smem_addr(query), tile, block0, lane, lo, len, own, p.score_scale, keys, [] {});
       }
       __syncwarp();
       if (lane == 0 && leave(left + stage * 4) && unit + STAGES * PAIRS < end) bring<T>(l, i + STAGES);
+    }
+    if (has_open) {
+      open_parity ^= 1;
+      __syncthreads(); /* its keys are read */
     }
     if (half == 1) spill_state<D, FP4, false>(st, sums, pair, lane);
     __syncthreads();
