@@ -58,6 +58,16 @@ static void test_follows_a_slower_machine(void **state)
   }
 }
 
+static void test_a_rare_long_step(void **state)
+{
+  struct alps_verify v;
+  alps_verify_init(&v);
+  learn(&v, 0, 400);
+  const double before = v.factor[4];
+  alps_verify_observe(&v, 4, 10 * step_us(4));
+  assert_true(v.factor[4] > before && v.factor[4] < 1.02 * before); /* as an average of 20 steps it would be 1.45 times */
+}
+
 static void admit(void *user, int32_t id, struct alps_admitted *out)
 {
   (void)user;
@@ -105,7 +115,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_each_number_of_tokens),
-      cmocka_unit_test(test_follows_a_slower_machine),
+      cmocka_unit_test(test_follows_a_slower_machine), cmocka_unit_test(test_a_rare_long_step),
       cmocka_unit_test(test_planner_fills_pairs),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
