@@ -283,8 +283,9 @@ void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, const float *cha
 static void control(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
   int64_t target = alps->options.itl_target_us;
-  /* Not the slice's fault: items before it left it no time but the least that it has in any case. */
-  bool is_left_none = plan->slice_is_behind && step_us - plan->sliced_us + plan->slice_least_us > plan->slice_us;
+  /* Not the slice's fault: items before it left it no time but the least that it has in any case, or the target is outgrown. */
+  const int64_t before_us = step_us - plan->sliced_us + plan->slice_least_us;
+  bool is_left_none = plan->slice_is_behind && (before_us > plan->slice_us || plan->slice_us > target);
   bool is_sliced = plan->sliced_us > 0 && !is_left_none;
   bool has_prompt = plan->work.n_prompt_tokens > 0 || is_sliced, is_over = alps_window_over(&alps->window) > 0.01;
   if (has_prompt && step_us > target) alps->margin = fmax(MARGIN_LEAST, alps->margin - MARGIN_STEP);

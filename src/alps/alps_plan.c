@@ -399,10 +399,10 @@ static bool wants_slices(const struct planner *p, int32_t id, int32_t n)
          sliced_tokens(p, e, n_chunk) > SLICE_SHARE * n;
 }
 
-/* Time that a slice behind the decodes takes in any case. Their contexts grow while a prompt is read, the longer the slower. With the
- * square root of 2 x growth x what is left to read each step shortens the next slice by what the decodes have grown, so no step is longer
- * than this one and the last slice is the prompt's end. Where there is more room than that, it can be read within it; where there is less,
- * it cannot, and keeping to it would end with decodes that fill every step. Growth and reading by measured times: the model sees no
+/* Time that slices behind the decodes take in any case, on average. Their contexts grow while a prompt is read, the longer the slower. With
+ * the square root of 2 x growth x what is left to read each step shortens the next slice by what the decodes have grown, so no step is
+ * longer than this one and the last slice is the prompt's end. Where there is more room than that, it can be read within it; where there is
+ * less, it cannot, and keeping to it would end with decodes that fill every step. Growth and reading by measured times: the model sees no
  * prompts meanwhile. */
 static double slice_least_us(const struct planner *p, const struct alps_entry *e)
 {
@@ -461,8 +461,9 @@ static void plan_slice(struct planner *p, int32_t id)
   double items_us = plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0;
   if (!p->is_more) plan->slice_is_behind = alps->options.slices_behind && plan->n_items > 0;
   if (plan->slice_is_behind) {
-    plan->slice_us = (int64_t)fmin(budget_us, SLICE_END * budget_us / alps->margin);
-    plan->slice_least_us = (int64_t)fmax(slice_least_us(p, e) - (double)plan->sliced_us, 0);
+    double end_us = fmin(budget_us, SLICE_END * budget_us / alps->margin), least_us = slice_least_us(p, e);
+    plan->slice_us = (int64_t)(least_us > p->floor_us ? fmax(end_us, alps->decode_us + least_us) : end_us);
+    plan->slice_least_us = (int64_t)fmax(p->floor_us - (double)plan->sliced_us, 0);
   } else plan->slice_us = (int64_t)fmax(slice_before_us(p, budget_us, items_us), p->floor_us);
 }
 
