@@ -19,7 +19,8 @@
  *   ring of weight slots (4 blocks of every tile of the chunk; absorbed, up to 64 tokens and 256 rows: 2). A CTA with one item stages where
  *   its slots were.
  * Pipeline: one warp (absorbed, up to 64 tokens: two, half of the chunk each) loads weights (a lane per tile; before grid_wait as far as
- *   the ring goes, across items), one thread x. A weight slot is full when every loader has arrived and all bytes have, free once widened;
+ *   the ring goes, absorbed and up to 64 tokens a slot every 1,800 cycles; across items), one thread x. A weight slot is full when every
+ *   loader has arrived and all bytes have, free once widened;
  *   an x slot is free once the products that read it are done. Absorbed, up to 64 tokens: the next block's words are loaded before the
  *   products of the present one are issued, and widened while they run. Else widening, products and scaling of a warpgroup follow each
  *   other; the other three fill the gaps.
@@ -32,8 +33,10 @@
  *   magic number: 27.7 at 32. Absorbed: stores of each thread's own sums took 5 us at 64 tokens and 12 at 128. Two CTAs of 128 rows an SM:
  *   as fast at 32 tokens, slower from 64 on. Making x inside (a row a CTA, then a wait for all): slower, bench/NOTES.md. Up to 64 tokens
  *   (a layer with its norms and conversions 57.1 us at 32): words loaded a block ahead, multipliers by a magic number and a second loader
- *   56.0; slots of two blocks as well 54.7. The same at 128 tokens: 85.2 and 85.7, so not there. Neither pacing of weights, nor fewer
- *   slots in flight, nor the epilogue run once beforehand, nor slots of eight blocks for two k groups helped.
+ *   56.0; slots of two blocks as well 54.7. The same at 128 tokens: 85.2 and 85.7, so not there. Neither fewer slots in
+ *   flight, nor the epilogue run once beforehand, nor slots of eight blocks for two k groups helped. A slot every 1,800 cycles until x
+ *   comes: 54.6 to 52.2, 63.9 to 61.8 at 64 tokens, none at 128; every 300 cycles was no different from all at once. Activations by
+ *   multicast to pairs of CTAs: a layer at 128 tokens 85 to 107. Integer sums added in L2 instead of slabs: no faster at 32 tokens.
  * Links: twin ref_w4_gemm (tests/gpu/test_gemm_w4.c), test tests/gpu/test_gemm_w4.c, bench sits2026-bench kernels.
  */
 #include "common/activation.cuh"
@@ -55,6 +58,8 @@ __host__ __device__ constexpr int stage_stride(int kg) { return 256 / kg + 4; }
 __host__ __device__ constexpr bool is_few(int n, bool grouped) { return !grouped && n <= 64; }
 /* Warps that load weights: the second is one of the idle ones. */
 __host__ __device__ constexpr int loaders(int n, bool grouped) { return is_few(n, grouped) ? 2 : 1; }
+/* Cycles between its first slots, until activations arrive: all at once they hold up the small kernel that makes those. */
+constexpr int PACE_CYCLES = 1800;
 /* Column blocks of a weight slot. Two for few tokens and 256 rows, so that five slots fit instead of two. */
 __host__ __device__ constexpr int w_blocks(int n, int kg, bool grouped) { return is_few(n, grouped) && kg == 1 ? 2 : 4; }
 /* Column blocks of an x slot: 16 KiB, at most 4 and no more than of a weight slot; every k group finds one of its own in each. */
@@ -108,8 +113,11 @@ SITS_DEV void release(uint32_t empty, int slot, int lane) {
 
 /* ---- loaders ---- */
 
-/* A warp's share of the chunk's tiles (of five at least, so that every loader has some), from `first` to before `end`, a lane per tile. */
-template <int W_BLOCKS> SITS_DEV void load_weights(const params &p, ring r, uint32_t slots, int first, int end) {
+/* A warp's share of the chunk's tiles (of five at least, so that every loader has some), from `first` to before `end`, a lane per tile.
+ * first_x: barrier of the first activations. */
+template <int W_BLOCKS, bool PACED>
+SITS_DEV void load_weights(const params &p, ring r, uint32_t first_x, uint32_t slots, int first, int end) {
+  int paced = PACED ? r.n : 0, last = 0; /* slots of the first lap still to come, before x as far as is known */
   const uint64_t policy = policy_evict_first();
   const int lane = first + (threadIdx.x & 31);
   const unsigned active = __ballot_sync(~0u, lane < end);
@@ -121,6 +129,12 @@ template <int W_BLOCKS> SITS_DEV void load_weights(const params &p, ring r, uint
     for (int b = 0; b < it.n; b += W_BLOCKS) {
       const int bytes = min(W_BLOCKS, it.n - b) * UNIT;
       r.wait_empty();
+      if (paced > 0) {
+        bool has_x = false;
+        if (paced < r.n)
+          while (!(has_x = bar_test(first_x, 0)) && (int)clock() - last < PACE_CYCLES) {}
+        paced = has_x ? 0 : paced - 1, last = (int)clock();
+      }
       if (lane == first) bar_arrive_expect(r.full + r.slot * 8, (end - first) * bytes);
       __syncwarp(active);
       bulk_load_hint(slots + (r.slot * p.chunk_tiles + lane) * (W_BLOCKS * UNIT), w + (size_t)b * UNIT, bytes, r.full + r.slot * 8, policy);
@@ -557,6 +571,7 @@ template <int N, int KG, bool GROUPED> __global__ void __launch_bounds__(threads
   grid_trigger();
   const uint32_t base = smem_addr(smem);
   constexpr int LOADERS = loaders(N, GROUPED), W_BLOCKS = w_blocks(N, KG, GROUPED);
+  constexpr bool PACED = is_few(N, GROUPED);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31; /* so that the compiler knows it uniform */
   ring w = {base, base + 8 * MAX_SLOTS, 0, 0, p.w_slots}, x = {base + 16 * MAX_SLOTS, base + 24 * MAX_SLOTS, 0, 0, p.x_slots};
   if (threadIdx.x == 0) {
@@ -568,8 +583,8 @@ template <int N, int KG, bool GROUPED> __global__ void __launch_bounds__(threads
   if (warp >= WARP_W) {
     if constexpr (is_wide(N)) registers_give<32>();
     const int share = (p.chunk_tiles + LOADERS - 1) / LOADERS;
-    if (warp == WARP_W) load_weights<W_BLOCKS>(p, w, base + p.w_at, 0, share);
-    if (LOADERS == 2 && warp == WARP_W2) load_weights<W_BLOCKS>(p, w, base + p.w_at, share, p.chunk_tiles);
+    if (warp == WARP_W) load_weights<W_BLOCKS, PACED>(p, w, x.full, base + p.w_at, 0, share);
+    if (LOADERS == 2 && warp == WARP_W2) load_weights<W_BLOCKS, PACED>(p, w, x.full, base + p.w_at, share, p.chunk_tiles);
     if (warp == WARP_X) {
       grid_wait();
       if (lane == 0) load_x<N, KG, GROUPED>(p, x, base + HEAD_BYTES, base + p.scales_at);

@@ -102,6 +102,18 @@ static void make(struct lab *lab)
   if (!lab->failed) check(lab, sits_k_fill_f32(lab->gain, F, 1.f, (struct k_stream){(struct CUstream_st *)lab->stream, false}), "fill");
 }
 
+/* A residual stream with numbers in it, so that layers multiply something else than zeros. */
+static void fill_stream(struct lab *lab)
+{
+  static float h[MOST_TOKENS * E];
+  uint32_t seed = 1;
+  for (size_t i = 0; i < sizeof h / sizeof *h; i++) {
+    seed = seed * 1664525u + 1013904223u;
+    h[i] = (float)(seed >> 8) / 8388608.f - 1.f;
+  }
+  if (!lab->failed) check(lab, cudaMemcpy(lab->h, h, sizeof h, cudaMemcpyHostToDevice), "copy");
+}
+
 typedef void (*body_fn)(struct lab *lab, const void *arg, bool pdl);
 
 static double median_us(struct lab *lab, body_fn body, const void *arg, bool pdl)
@@ -329,46 +341,96 @@ static void attention(struct lab *lab)
 
 /* ---- 17 and more tokens ---- */
 
+static void launch_w4a8(struct lab *lab, int layer, int which, bool is_grouped, int32_t n, bool pdl)
+{
+  const struct k_w4a8 g = {.weight = lab->weight[layer][which],
+                           .is_grouped = is_grouped,
+                           .channel = lab->channel,
+                           .rows = rows_of[which],
+                           .cols = cols_of[which],
+                           .n_tokens = n,
+                           .x = lab->act,
+                           .x_scale = lab->act_scale,
+                           .x_sum = lab->ints + 3500,
+                           .output = which != 2 ? K_W4A8_SLAB_F32 : is_grouped ? K_W4A8_SWIGLU_S8 : K_W4A8_SWIGLU,
+                           .y = which == 2 ? lab->wide : (void *)lab->f32,
+                           .y_scale = lab->h,
+                           .ld = which == 2 ? F : rows_of[which],
+                           .slab_stride = (int64_t)n * rows_of[which]};
+  check(lab, sits_k_w4a8(&g, lab->n_sm, at_of(lab, pdl)), "w4a8");
+}
+
 /* which: 0..3, and 4 more for scales per group. */
 static void w4a8_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
-  for (int l = 0; l < LAYERS; l++) {
-    const int i = a->which & 3;
-    const bool is_grouped = a->which >= 4;
-    const struct k_w4a8 g = {.weight = lab->weight[l][i],
-                             .is_grouped = is_grouped,
-                             .channel = lab->channel,
-                             .rows = rows_of[i],
-                             .cols = cols_of[i],
-                             .n_tokens = a->n_tokens,
-                             .x = lab->act,
-                             .x_scale = lab->act_scale,
-                             .x_sum = lab->ints + 3500,
-                             .output = i != 2 ? K_W4A8_SLAB_F32 : is_grouped ? K_W4A8_SWIGLU_S8 : K_W4A8_SWIGLU,
-                             .y = i == 2 ? lab->wide : (void *)lab->f32,
-                             .y_scale = lab->h,
-                             .ld = i == 2 ? F : rows_of[i],
-                             .slab_stride = (int64_t)a->n_tokens * rows_of[i]};
-    check(lab, sits_k_w4a8(&g, lab->n_sm, at_of(lab, pdl)), "w4a8");
-  }
+  for (int l = 0; l < LAYERS; l++) launch_w4a8(lab, l, a->which & 3, a->which >= 4, a->n_tokens, pdl);
 }
 
+static struct k_act s8_form(const struct lab *lab, int32_t n)
+{
+  return (struct k_act){K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(n), lab->ints + 3500};
+}
+
+static void launch_norm(struct lab *lab, int32_t n, bool pdl)
+{
+  const struct k_norm norm = {lab->h, lab->f32, 4, (int64_t)n * E, lab->gain, 1e-5f, n, E, NULL, s8_form(lab, n)};
+  check(lab, sits_k_norm(&norm, at_of(lab, pdl)), "norm");
+}
+
+static void launch_convert(struct lab *lab, int32_t n, int32_t width, bool pdl)
+{
+  const struct k_convert convert = {K_SRC_F16, lab->wide, width, n, width, s8_form(lab, n)};
+  check(lab, sits_k_convert(&convert, at_of(lab, pdl)), "convert");
+}
+
+/* which: 0 norm, 1 conversion of the feed-forward width */
 static void norm_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
-  const struct k_norm norm = {lab->h,      lab->f32,
-                              4,           (int64_t)a->n_tokens * E,
-                              lab->gain,   1e-5f,
-                              a->n_tokens, E,
-                              NULL,        {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens), lab->ints + 3500}};
-  const struct k_convert convert = {
-      K_SRC_F16, lab->wide, F, a->n_tokens, F, {K_ACT_TILE_S8, lab->act, lab->act_scale, k_w4a8_tile(a->n_tokens), lab->ints + 3500}};
   for (int l = 0; l < LAYERS; l++)
     if (a->which == 0)
-      check(lab, sits_k_norm(&norm, at_of(lab, pdl)), "norm");
+      launch_norm(lab, a->n_tokens, pdl);
     else
-      check(lab, sits_k_convert(&convert, at_of(lab, pdl)), "convert");
+      launch_convert(lab, a->n_tokens, F, pdl);
+}
+
+/* A layer's launches in order; which: 0..3 a GEMM with the small kernel before it, 4 all of them. */
+static void layer_body(struct lab *lab, const void *arg, bool pdl)
+{
+  const struct decode_arg *a = arg;
+  if (a->has_attention) launch_cut(lab, a->codec, a->n_tokens, a->context, pdl);
+  for (int l = 0; l < LAYERS; l++)
+    for (int i = 0; i < 4; i++) {
+      if (a->which != 4 && a->which != i) continue;
+      if (i == 1 || i == 3)
+        launch_convert(lab, a->n_tokens, cols_of[i], pdl);
+      else
+        launch_norm(lab, a->n_tokens, pdl);
+      launch_w4a8(lab, l, i, false, a->n_tokens, pdl);
+      if (i == 0 && a->has_attention) launch_attention(lab, l, a->codec, a->n_tokens, a->context, 0, pdl);
+    }
+}
+
+static void report_layers(struct lab *lab, int32_t n)
+{
+  static const char *const before[4] = {"norm", "convert", "norm", "convert"};
+  double all = 0;
+  char name[64];
+  fill_stream(lab);
+  for (int i = 0; i < 4; i++) {
+    const struct decode_arg arg = {.n_tokens = n, .which = i};
+    const double bytes = (double)weight_bytes(rows_of[i], cols_of[i]);
+    snprintf(name, sizeof name, "layer T=%d %s + %s", n, before[i], name_of[i]);
+    report(lab, name, layer_body, &arg, LAYERS, bytes, 0);
+    all += bytes;
+  }
+  const struct decode_arg chain = {.n_tokens = n, .which = 4}, with = {n, 4, true, 1024, K_KV_INT4};
+  snprintf(name, sizeof name, "layer T=%d without attention", n);
+  report(lab, name, layer_body, &chain, LAYERS, all, 0);
+  set_batch(lab, n, 1024, false);
+  snprintf(name, sizeof name, "layer T=%d with attention", n);
+  report(lab, name, layer_body, &with, LAYERS, all + (double)n * 1024 * 36864 / LAYERS, 0);
 }
 
 static void sample_body(struct lab *lab, const void *arg, bool pdl)
@@ -397,6 +459,7 @@ static void many_tokens(struct lab *lab)
     report(lab, name, norm_body, &arg, LAYERS, (double)tokens[t] * F * 3, 0);
     snprintf(name, sizeof name, "greedy sampling, T=%d", tokens[t]);
     report(lab, name, sample_body, &arg, 4, (double)tokens[t] * V * 4, 0);
+    if (tokens[t] > K_MAX_DECODE_TOKENS) report_layers(lab, tokens[t]);
   }
 }
 
