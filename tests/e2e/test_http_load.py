@@ -141,15 +141,36 @@ def test_bodies_that_end_early_leave_nothing(loaded):
 
 
 def test_a_whole_body_is_read_when_its_end_comes_with_it(loaded):
-    """An answer that needs no engine still reaches a client that has shut its sending side down behind a body."""
-    for number in range(50):
+    """An answer that needs no engine still reaches a client that has shut its sending side down behind a body, also when the end is seen
+    while the answer is made; and nobody takes that client for one that left."""
+    before = loaded.metric("client_disconnects_total")
+    for number in range(400):
+        path = ("/health/live", "/metrics")[number // 2 % 2]
         with loaded.connect() as sock:
-            sock.sendall(b"GET /health/live HTTP/1.1\r\nHost: t\r\nContent-Length: 4\r\nConnection: close\r\n\r\nxx")
+            sock.sendall(f"GET {path} HTTP/1.1\r\nHost: t\r\nContent-Length: 4\r\nConnection: close\r\n\r\nxx".encode())
             if number % 2:
                 time.sleep(0.005)
             sock.sendall(b"xx")
+            end = time.perf_counter() + number % 20 * 2e-5
+            while time.perf_counter() < end:
+                pass
             sock.shutdown(socket.SHUT_WR)
             assert read_response(sock.makefile("rb"))[0] == 200
+    assert loaded.metric("client_disconnects_total") == before
+
+
+def test_an_end_that_comes_with_a_request_closes_the_connection(loaded):
+    """Without Connection: close; the idle timeout is no answer to a client that reads until the end."""
+    text = b'{"prompt": "Once"}'
+    tokenize = b"POST /tokenize HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(text)
+    for request, n_answers in ((b"GET /health/live HTTP/1.1\r\nHost: t\r\n\r\n", 1), (b"GET /version HTTP/1.1\r\nHost: t\r\n\r\n", 3),
+                               (tokenize + text, 1)):
+        for _ in range(20):
+            with loaded.connect(timeout=20 * SLOW) as sock:
+                sock.sendall(request * n_answers)
+                sock.shutdown(socket.SHUT_WR)
+                answer = sock.makefile("rb").read()
+            assert answer.count(b"HTTP/1.1 200") == n_answers, answer
 
 
 def test_a_client_that_does_not_read_is_bounded(launch):

@@ -161,6 +161,8 @@ enum sits_status http_watch_start(struct http_server *server, struct sits_error 
 /* Look for the client's leaving from now on; again once the request is complete, for before that a hang-up means something else. */
 void http_watch_add(struct http_request *request);
 void http_watch_remove(struct http_request *request);
+/* An answer was sent: let libmicrohttpd see the end of the connection, if that came with the request. On the pool's thread. */
+void http_watch_show_end(int fd);
 void http_watch_stop(struct http_server *server);
 
 #endif

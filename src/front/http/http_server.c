@@ -268,6 +268,7 @@ static void on_completed(void *context, struct MHD_Connection *connection, void 
   if (!request) return;
   *slot = NULL;
   http_watch_remove(request);
+  if (code == MHD_REQUEST_TERMINATED_COMPLETED_OK) http_watch_show_end(request->fd);
   pthread_mutex_lock(&request->mutex);
   request->is_completed = true;
   request->wait = HTTP_WAIT_NONE;

@@ -9,7 +9,7 @@
  * A request whose body is still expected is watched too. libmicrohttpd polls edge-triggered and takes a read that fills less than its
  * buffer for the last one: the end of a connection that came together with the bytes before it is never looked at, and the request would
  * stay until the idle timeout. Shutting the reading side down, which the peer has ended anyway, makes a new edge; what has arrived is still
- * read. */
+ * read. The end that came together with the last bytes of a request is shown in the same way once the answer has been sent. */
 #include <errno.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -50,7 +50,8 @@ static void nudge_locked(struct http_request *request)
   if (request->has_hung_up && !request->is_begun && !request->is_completed) shutdown(request->fd, SHUT_RD);
 }
 
-/* The client left. Whether there was a call to end; a request that is not complete yet is completed or dropped by who reads it. */
+/* The client left. Whether there was a call to end; a request that is not complete yet is completed or dropped by who reads it, and one
+ * that needs no engine is answered: its client may have ended its sending side only. */
 static bool hung_up(struct http_request *request)
 {
   pthread_mutex_lock(&request->mutex);
@@ -58,7 +59,7 @@ static bool hung_up(struct http_request *request)
   request->has_hung_up = !is_begun;
   nudge_locked(request);
   pthread_mutex_unlock(&request->mutex);
-  return is_begun && http_request_abandon(request);
+  return is_begun && (http_routes[request->route].kind & API_GENERATE) && http_request_abandon(request);
 }
 
 /* A body that trickles in keeps its connection from idling; the whole request has as long as an idle connection has. */
@@ -143,6 +144,12 @@ void http_watch_remove(struct http_request *request)
   while (*link && *link != request) link = &(*link)->hash_next;
   if (*link) *link = request->hash_next;
   pthread_mutex_unlock(&server->mutex);
+}
+
+void http_watch_show_end(int fd)
+{
+  char byte;
+  if (recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) shutdown(fd, SHUT_RD);
 }
 
 void http_watch_stop(struct http_server *server)
