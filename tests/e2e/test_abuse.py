@@ -135,10 +135,10 @@ def test_calls_that_are_left_are_not_taken_for_abuse(server):
 HEADER_START = b"\x00\x01x\x7f\x81\xff\x3f"  # a literal header whose value is to have 1 MB
 
 
-def send_header(sock, stream):
+def send_header(sock, stream, before=b""):
     """A header block of 1 MB that does not end. The connection may be cut meanwhile."""
     try:
-        sock.sendall(abuse.frame(1, 0, stream, abuse.call_headers(abuse.GENERATE) + HEADER_START) +
+        sock.sendall(before + abuse.frame(1, 0, stream, abuse.call_headers(abuse.GENERATE) + HEADER_START) +
                      abuse.frame(9, 0, stream, b"a" * 16384) * 62)
     except OSError:
         pass
@@ -170,15 +170,35 @@ def refused_call(target):
     return sock
 
 
+def keyed(begin):
+    server = begin(TINY, "--api-key", "a-secret-of-the-test")
+    return server, abuse.Target(server.port, int(server.grpc.split(":")[1]))
+
+
 def test_a_refused_call_does_not_end_the_limit(begin):
     """Where keys are asked: a call without one is answered, and what the connection sends after it is limited as before its first call."""
-    server = begin(TINY, "--api-key", "a-secret-of-the-test")
-    target = abuse.Target(server.port, int(server.grpc.split(":")[1]))
+    server, target = keyed(begin)
     socks = [refused_call(target) for _ in range(100)]
     assert cuts(server, "") == 0
     for sock in socks:
         threading.Thread(target=abuse.swallow, args=(sock,), daemon=True).start()
         send_header(sock, 3)
     wait_for(lambda: cuts(server, "begins no call") >= 25, 60)
+    for sock in socks:
+        sock.close()
+
+
+def test_refused_calls_do_not_hide_what_is_sent_behind_them(begin):
+    """Calls without a key and the header that does not end in one go: it was received before the server looked at the calls."""
+    server, target = keyed(begin)
+    headers = abuse.call_headers(abuse.GENERATE)
+    calls = abuse.PREFACE + abuse.frame(4, 0, 0) + b"".join(abuse.frame(1, 5, i, headers) for i in range(1, 17, 2))
+    socks = []
+    for _ in range(100):
+        sock = target.connect(target.grpc)
+        socks.append(sock)
+        threading.Thread(target=abuse.swallow, args=(sock,), daemon=True).start()
+        send_header(sock, 17, calls)
+    wait_for(lambda: cuts(server, "begins no call") >= 80, 60)  # those that are left may have sent 16 MB together
     for sock in socks:
         sock.close()

@@ -26,6 +26,7 @@
 
 #define LOOK_INTERVAL_MS 20               /* at health, and at connections of which no key is known yet */
 #define UNBEGUN_FREE (INT64_C(128) << 10) /* what one may have sent: headers, and of a message its first window (64 KiB) */
+#define UNBEGUN_CALL 512                  /* what a call adds to that: its headers and a small message */
 #define UNBEGUN_BYTES (INT64_C(16) << 20) /* that all which sent more may have sent together */
 #define MOST_DISCARDS 64                  /* reads */
 #define MOST_CALLS (2 * RPC_STREAMS_PER_CONNECTION) /* of a connection at once: as many streams may be open, others may be ending */
@@ -35,8 +36,8 @@ struct rpc_connection {
   ino_t inode;
   bool is_known;                          /* a call came on it with a right key, or where no key is asked */
   bool is_cut;
-  int64_t n_before;                       /* bytes that it had sent when the last call came */
-  int64_t n_received;                     /* bytes since then at the last look, 0 up to UNBEGUN_FREE; only of those that are not known */
+  int64_t n_allowed;                      /* bytes that its calls account for */
+  int64_t n_received;                     /* bytes beyond these at the last look, 0 up to UNBEGUN_FREE; only of those that are not known */
   int64_t second, n_taken_back;           /* calls taken back in that second of the monotonic clock */
   int64_t n_calls;                        /* begun and not freed */
 };
@@ -82,6 +83,16 @@ static int64_t bytes_received(const struct rpc_connection *connection)
   return getsockopt(connection->fd, IPPROTO_TCP, TCP_INFO, &info, &n) ? 0 : (int64_t)info.tcpi_bytes_received;
 }
 
+/* Nobody tells where in a connection's bytes a call began, and what follows it may have been received when it is looked at. So a call
+ * accounts for little, whatever has come by then, or a call that is refused would hide what is sent right behind it. */
+static void allow_call_locked(struct rpc_connection *connection)
+{
+  if (connection->is_known || !is_open(connection)) return;
+  const int64_t n_received = bytes_received(connection);
+  const int64_t n_allowed = connection->n_allowed + UNBEGUN_CALL;
+  connection->n_allowed = n_allowed < n_received ? n_allowed : n_received;
+}
+
 /* A call that its client takes back costs a begin and an end, and the library no longer counts it among the open streams. So more calls
  * than streams may be open at once, or more taken back in a second than that, are no client's need. */
 void rpc_accept_begun(struct rpc_server *server, int fd)
@@ -89,7 +100,7 @@ void rpc_accept_begun(struct rpc_server *server, int fd)
   if (fd < 0) return;
   pthread_mutex_lock(&server->connection_mutex);
   struct rpc_connection *connection = find_locked(server, fd);
-  if (connection && !connection->is_known && is_open(connection)) connection->n_before = bytes_received(connection);
+  if (connection) allow_call_locked(connection);
   if (connection && ++connection->n_calls > MOST_CALLS) cut_locked(connection, "it has more calls than streams may be open");
   pthread_mutex_unlock(&server->connection_mutex);
 }
@@ -126,9 +137,10 @@ void rpc_accept_taken_back(struct rpc_server *server, int fd)
   pthread_mutex_unlock(&server->connection_mutex);
 }
 
-/* What a connection sent since its last call began, or before its first, lies in the library's memory, without a limit of the library's.
- * While all connections without a known key that sent more than a client can need together hold too much, the one that sent most is cut.
- * False: all connections are known. */
+/* What a connection sends outside of calls, as headers that do not end, lies in the library's memory, without a limit of the library's.
+ * While all connections without a known key that sent more than a client can need together may hold too much, the one that sent most is
+ * cut. (A client whose key is wrong and whose messages are large is counted too: it loses a connection on which it was refused.) False:
+ * all connections are known. */
 static bool look_at_unknown(struct rpc_server *server)
 {
   int64_t n_bytes = 0, n_unknown = 0;
@@ -137,7 +149,7 @@ static bool look_at_unknown(struct rpc_server *server)
     struct rpc_connection *connection = &server->connections[i];
     connection->n_received = 0;
     if (connection->is_known || connection->is_cut || !is_open(connection)) continue;
-    connection->n_received = bytes_received(connection) - connection->n_before;
+    connection->n_received = bytes_received(connection) - connection->n_allowed;
     if (connection->n_received <= UNBEGUN_FREE) connection->n_received = 0;
     n_bytes += connection->n_received;
     n_unknown++;
