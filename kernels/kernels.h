@@ -70,25 +70,12 @@ K_FN int32_t k_frag_index(int32_t m, int32_t k, int32_t n) {
   return (k >> 7) * (128 * m) + ((k & 127) >> 5) * (32 * m) + n * 32 + t * 8 + (r >> 4) * 4 + (((j & 1) << 1) | (j >> 1));
 }
 
-/* Forms of the activations of at most 16 tokens: f16 by k_frag_index, or (m = 8, 16) 8 bits with a scale per token and 32 columns, value =
- * scale * code: per block of 128 columns 128 m codes, then 4 m f32 scales, at these bytes. Padding columns are zeros in both. */
-enum k_frag { K_FRAG_F16, K_FRAG_S8 };
-#define K_FRAG8_GROUP 32
-K_FN int32_t k_frag8_block_bytes(int32_t m) { return 144 * m; }
-K_FN int32_t k_frag8_code(int32_t m, int32_t k, int32_t n) {
-  int32_t s = (k >> 5) & 3, r = k & 31;
-  return (k >> 7) * (144 * m) + (s >> 1) * (64 * m) + n * 64 + ((r & 15) >> 2) * 16 + (s & 1) * 8 + (r >> 4) * 4 + (r & 3);
-}
-K_FN int32_t k_frag8_scale(int32_t m, int32_t k, int32_t n) {
-  return (k >> 7) * (144 * m) + 128 * m + (n >> 1) * 32 + ((k >> 5) & 3) * 8 + (n & 1) * 4;
-}
-
-/* ---- 4-bit GEMM for few tokens, f16 or 8-bit activations (kernels/gemm/gemm_w4a16.cu) ---- */
+/* ---- 4-bit GEMM for few tokens (kernels/gemm/gemm_w4a16.cu) ---- */
 enum k_w4_output {
   K_OUT_F16,      /* y[n][ld] f16 = v + bias */
   K_OUT_F32,      /* y[n][ld] f32 = v + bias */
-  K_OUT_RESIDUAL, /* h[n][ld] f32 += v + bias; next = frag(h * gain); ssq[tile][m] = sum of h^2 of the tile's rows */
-  K_OUT_SWIGLU,   /* rows are 8 gate, 8 up, ...: next = frag(silu(gate) * up) */
+  K_OUT_RESIDUAL, /* h[n][ld] f32 += v + bias; next = frag f16(h * gain); ssq[tile][m] = sum of h^2 of the tile's rows */
+  K_OUT_SWIGLU,   /* rows are 8 gate, 8 up, ...: next = frag f16(silu(gate) * up) */
 };
 
 struct k_w4a16 {
@@ -96,8 +83,7 @@ struct k_w4a16 {
   enum k_w4_format format;
   int32_t rows, cols;         /* logical */
   int32_t n_tokens;           /* T <= 16 */
-  const void *x;              /* frag, m = k_w4a16_tokens(T), cols padded to blocks with zeros */
-  enum k_frag x_form;         /* S8: T = 2..8, format G128, cols a multiple of 32 */
+  const void *x;              /* frag f16, m = k_w4a16_tokens(T), cols padded to blocks with zeros */
   const float *x_ssq;         /* [x_n_ssq][m] partial sums of squares of the un-normalised x, or NULL: x is used as it is */
   int32_t x_n_ssq;
   float x_width, eps;         /* RMS: factor = 1/sqrt(sum / x_width + eps) */
@@ -105,8 +91,7 @@ struct k_w4a16 {
   void *y;                    /* F16, F32: [T][ld]; RESIDUAL: h */
   int32_t ld;
   const float *bias;          /* [rows] or NULL; not with SWIGLU */
-  void *next;                 /* RESIDUAL, SWIGLU: frag of the next GEMM */
-  enum k_frag next_form;      /* S8: RESIDUAL, T = 2..8, format G128, rows a multiple of 32 */
+  void *next;                 /* RESIDUAL, SWIGLU: frag f16 of the next GEMM */
   const float *gain;          /* RESIDUAL: [rows] of the norm that follows */
   float *ssq;                 /* RESIDUAL: [k_w4a16_ssq_parts(rows)][m] */
 };
@@ -209,7 +194,6 @@ struct k_attn_decode {
   float eps;
   void *out;
   int32_t frag_m;
-  enum k_frag frag_form;      /* of out where frag_m > 0; S8: sits_k_attn_few only */
   struct k_attn_share *cut;   /* by sits_k_attn_cut from the same lengths; not read by sits_k_attn_few, as what follows */
   float *workspace;           /* k_attn_decode_workspace_bytes */
   int32_t *counters;          /* [S * G] zero before the first use; left zero */
@@ -280,7 +264,7 @@ int sits_k_convert(const struct k_convert *args, struct k_stream at);
 /* y[t][c] += bias[c], f16; y [T][width] contiguous. */
 int sits_k_add_bias(void *y, const float *bias, int32_t n_tokens, int32_t width, struct k_stream at);
 
-/* h[t] = weight row tokens[t], f32; with frag: also next = frag(h * gain) and ssq (part 0 the sum, the other parts 0). */
+/* h[t] = weight row tokens[t], f32; with frag: also next = frag f16(h * gain) and ssq (part 0 the sum, the other parts 0). */
 struct k_embed {
   const int32_t *tokens;      /* [T]; -1 - i: drawn[i] */
   const int32_t *drawn;       /* tokens that an earlier launch wrote, or NULL */
@@ -295,7 +279,6 @@ struct k_embed {
   float *ssq;
   int32_t n_ssq;
   int32_t first, n_rows;      /* the table's rows are these of the vocabulary, and other tokens' rows of h are zeros; n_rows 0: all */
-  enum k_frag next_form;      /* S8: width a multiple of 32 */
 };
 int sits_k_embed(const struct k_embed *args, struct k_stream at);
 

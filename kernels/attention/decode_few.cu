@@ -173,7 +173,7 @@ template <int D> SITS_DEV void merge_parts(const params &p, const share &g, cons
       l += ml[i].y * f;
       add_scaled(sum, v[i], f);
     }
-    store_head<D, true>(p.a, g.row, g.head * gqa + h, sum, 1.f / l, lane);
+    store_head<D>(p.a, g.row, g.head * gqa + h, sum, 1.f / l, lane);
   }
 }
 #endif

@@ -312,7 +312,6 @@ extern "C" int sits_k_attn_decode(const struct k_attn_decode *a, int32_t n_sm, s
   const bool is_fp4 = v.codec == K_KV_FP4;
   if (!k_attn_decode_takes(v.codec, v.head_dim, v.n_heads, v.n_kv_heads) || v.n_seqs < 1 || v.n_seqs > K_MAX_DECODE_SEQS || !a->cut)
     return cudaErrorInvalidValue;
-  if (a->frag_m > 0 && a->frag_form == K_FRAG_S8) return cudaErrorInvalidValue;
   if (v.head_dim == 64) return is_fp4 ? launch_head_size<64, true>(*a, n_sm, at) : launch_head_size<64, false>(*a, n_sm, at);
   return is_fp4 ? launch_head_size<128, true>(*a, n_sm, at) : launch_head_size<128, false>(*a, n_sm, at);
 }

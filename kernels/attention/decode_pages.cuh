@@ -370,8 +370,7 @@ template <int D, bool FP4, bool ADD> SITS_DEV void spill_state(state<D> &st, flo
 }
 
 /* Four values of a head, columns 4 lane .. 4 lane + 3 (lanes beyond D/4 hold none), rotated back. */
-template <int D, bool MAY_BE_S8 = false>
-SITS_DEV void store_head(const k_attn_decode &a, int row, int head, float4 v, float inv, int lane) {
+template <int D> SITS_DEV void store_head(const k_attn_decode &a, int row, int head, float4 v, float inv, int lane) {
   const int col = head * D + lane * 4;
   inv *= rsqrtf((float)D);
   float x[4] = {v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w};
@@ -383,16 +382,6 @@ SITS_DEV void store_head(const k_attn_decode &a, int row, int head, float4 v, fl
       const float o = __shfl_xor_sync(~0u, r[i], d);
       r[i] = lane & d ? o - r[i] : r[i] + o;
     }
-  if (MAY_BE_S8 && a.frag_m > 0 && a.frag_form == K_FRAG_S8) { /* eight lanes have a group */
-    float top = max_nan(max_nan(fabsf(r[0]), fabsf(r[1])), max_nan(fabsf(r[2]), fabsf(r[3])));
-#pragma unroll
-    for (int d = 1; d < 8; d <<= 1) top = max_nan(top, __shfl_xor_sync(~0u, top, d));
-    const s8_scale s = s8_scale_of(top);
-    if (lane >= D / 4) return;
-    *(uint32_t *)((uint8_t *)a.out + k_frag8_code(a.frag_m, col, row)) = pack_s8(r, s.inverse);
-    if (col % K_FRAG8_GROUP == 0) *(float *)((uint8_t *)a.out + k_frag8_scale(a.frag_m, col, row)) = s.scale * inv;
-    return;
-  }
   const uint32_t lo = pack_half2(r[0] * inv, r[1] * inv), hi = pack_half2(r[2] * inv, r[3] * inv);
   if (lane >= D / 4) return;
   if (a.frag_m == 0)

@@ -11,6 +11,13 @@ struct vec8 {
   float v[8];
 };
 
+/* Four values times inv, rounded to even; inv = 127 / maximum keeps them in range. */
+SITS_DEV uint32_t pack_s8(const float *v, float inv) {
+  uint32_t r;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(r) : "r"(__float2int_rn(v[3] * inv)), "r"(__float2int_rn(v[2] * inv)));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(__float2int_rn(v[1] * inv)), "r"(__float2int_rn(v[0] * inv)), "r"(r));
+  return r;
+}
 SITS_DEV uint32_t pack_e4m3(const float *v, float inv) {
   uint32_t r = 0;
 #pragma unroll

@@ -68,9 +68,6 @@ SITS_DEV void bulk_load_hint(uint32_t dst, const void *src, int bytes, uint32_t 
 }
 #endif
 
-/* ---- a barrier of some of a CTA's warps ---- */
-SITS_DEV void named_sync(int id, int n_threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory"); }
-
 /* ---- programmatic dependent launch: let the next kernel start; wait for all earlier kernels' writes ---- */
 SITS_DEV void grid_trigger() {
 #if SITS_SM90
@@ -134,13 +131,6 @@ SITS_DEV void mma_f16(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1,
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-/* u8 weights, s8 activations, sums in s32. */
-SITS_DEV void mma_u8s8(int32_t d[4], const uint32_t a[4], uint32_t b0, uint32_t b1, const int32_t c[4]) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
-}
-
 /* ---- 4-bit words ----
  * A "folded word" holds 8 unsigned nibbles, two rows (g and g+8 of a 16-row tile) by four columns c0..c3:
  *   bits 9:6 (g,c0)  25:22 (g,c1)  17:14 (g,c2)  33:30 mod 32 (g,c3)   and the same four less 4 for row g+8.
@@ -156,12 +146,6 @@ SITS_DEV void fold_nibbles(uint32_t w, uint32_t a[4]) {
   a[1] = lop_and_or(w, 0x003C003Cu, 0x5C005C00u);
   a[2] = lop_and_or(y, 0x03C003C0u, 0x4C004C00u);
   a[3] = lop_and_or(y, 0x003C003Cu, 0x5C005C00u);
-}
-
-/* The same word as u8: each byte is four times a nibble, column 0..3 of the four in byte 0..3; row g in a[0], row g+8 in a[1]. */
-SITS_DEV void byte_nibbles(uint32_t w, uint32_t a[2]) {
-  a[0] = __funnelshift_r(w, w, 4) & 0x3C3C3C3Cu;
-  a[1] = w & 0x3C3C3C3Cu;
 }
 
 SITS_DEV float2 half2_to_float2(uint32_t v) { return __half22float2(*reinterpret_cast<__half2 *>(&v)); }
@@ -192,29 +176,6 @@ SITS_DEV float warp_max(float v) {
 #pragma unroll
   for (int d = 16; d > 0; d >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
   return v;
-}
-
-/* NaN wins. */
-SITS_DEV float max_nan(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-
-/* ---- 8 bits with a scale for a group of values: value = scale * code, top the largest magnitude. Not finite: a scale that is not. ---- */
-struct s8_scale {
-  float scale, inverse;
-};
-SITS_DEV s8_scale s8_scale_of(float top) {
-  if (top < 1e-30f) return {0.f, 0.f};
-  return {top * (1.f / 127.f), __fdividef(127.f, top)};
-}
-/* Four values, rounded to even, side by side. */
-SITS_DEV uint32_t pack_s8(const float *v, float inv) {
-  uint32_t r;
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(r) : "r"(__float2int_rn(v[3] * inv)), "r"(__float2int_rn(v[2] * inv)));
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(__float2int_rn(v[1] * inv)), "r"(__float2int_rn(v[0] * inv)), "r"(r));
-  return r;
 }
 
 /* ---- counters and random fill ---- */

@@ -1,31 +1,26 @@
-/* y[n][r] = norm(n) * sum_k W[r][k] x[n][k] for at most 16 tokens n; W packed 4-bit; x f16 by mma.sync f16, or, from two to eight
- * tokens, 8-bit with a scale per token and 32 columns by mma.sync u8 x s8.
+/* y[n][r] = norm(n) * sum_k W[r][k] x[n][k] for at most 16 tokens n; W packed 4-bit, x f16, products by mma.sync f16, sums f32.
  *
  * Arguments: struct k_w4a16 (kernels.h). Weights are the A operand (rows = outputs), tokens the N side, padded to M = 1, 8 or 16.
  * Work split: a CTA owns whole tiles of 16*MT rows, a contiguous run of tiles per CTA; its 8 consumer warps split k, one column block
  *   of 128 each in turn; three more warps: two loaders, finisher.
  *       stage (4 column blocks)   | block 0 | block 1 | block 2 | block 3 |   warps 0-3 take even stages, warps 4-7 odd ones
- *   The finisher sums the 8 partial tiles through shared memory while the consumers are already in the next tile. At eight tokens with
- *   8 bits in or out all consumers finish residual tiles and a CTA's last tile, a token a warp, a row a lane, and a warp more loads x.
+ *   The finisher sums the 8 partial tiles through shared memory while the consumers are already in the next tile.
  * Shared memory: barriers 1 KiB; M = 1: all of x (2 K bytes); partial tiles n_red * 8 * 16 MT * M * 4; ring of stages of
- *   MT * 4 * unit (8.4 KiB at MT = 2) + (M > 1) 4 * 256 M bytes of x (8-bit 4 * 144 M). 115 or 111 KiB, half an SM, so that the next
- *   kernel's CTAs fit beside this one and fill their rings while it drains (200 KiB at M = 16). At most 80 registers for the same reason.
+ *   MT * 4 * unit (8.4 KiB at MT = 2) + (M > 1) 4 * 256 M bytes of x. 115 or 111 KiB, half an SM, so that the next kernel's CTAs fit
+ *   beside this one and fill their rings while it drains (200 KiB at M = 16). At most 88 registers for the same reason.
  * Pipeline: full[s] counts the stage's bytes, empty[s] the 4 warps that used it; the ring length is even because a warp sees every second
  *   stage only. Weights are requested before the grid dependency opens, the first two stages at once and the rest at a pace, so that they
  *   do not stand in the way of the predecessor's last loads or of x; x, norms, residuals only after grid_wait.
- * Numerics: x f16: a nibble q becomes the f16 number 16+q (row g) or 256+q (row g+8) by one mask; a second product with the constant row
- *   values -24 and -264 (G128) or -16 and -256 (G32M) takes the offsets off exactly. f32 sums; per group one multiply-add with the scale.
+ * Numerics: a nibble q becomes the f16 number 16+q (row g) or 256+q (row g+8) by one mask; a second product with the constant row values
+ *   -24 and -264 (G128) or -16 and -256 (G32M) takes the offsets off exactly. f32 sums; per group one multiply-add with the f16 scale.
  *   Bitwise independent of the grid; the order of the sum over k depends on M only. Error against the f64 twin about 2e-5 of the norm
- *   (the offsets cancel in f32). x 8-bit: q becomes the u8 number 4 q, a second product with 32 takes 8 off; sums of a group are exact
- *   integers, the rest f32: 1e-6 for the 8-bit values as they are. Outputs in 8 bits: 1/127 of the group's largest value, rounded to even.
- * Limits: T <= 16, sm_90 (bulk copies). Any rows and cols; cols padded with zero scales. 8 bits: T = 2..8, G128; in: cols in 32s; out:
- *   residual sums, rows in 32s.
+ *   (the offsets cancel in f32).
+ * Limits: T <= 16, sm_90 (bulk copies). Any rows and cols; cols padded with zero scales.
  * Cost: rows*cols*0.516 bytes (G128) or 0.625 (G32M); bound by device memory for T <= 8, by shared memory reads of x at 16.
  * History: split-K over CTAs through memory: 2.4-4.1 us tails, dropped. x read by all warps from global memory: 2-3.8 us under prefetch
  *   traffic instead of 0.7-1.1, dropped. Dequantisation with a multiply per weight: 11 % slower at one token, dropped. A finisher that
  *   takes one token a lane: 64 loads a tile of eight tokens instead of 16, 1,000 to 2,000 cycles at a kernel's end. Partial tiles handed
- *   over by a named barrier: gate_up at one token 17.7 us where another run had 16.8, not kept. 8-bit activations of one
- *   and 16 tokens, pairs of tiles for groups of 32 products, a kernel for each form of output, all tiles finished by rows: bench/NOTES.md.
+ *   over by a named barrier: gate_up at one token 17.7 us where another run had 16.8, not kept.
  * Links: twin ref_w4_gemm (tests/gpu/gpu_ref.c), test tests/gpu/test_gemm_w4.c, bench sits2026-bench kernels.
  */
 #include "common/launch.cuh"
@@ -34,31 +29,21 @@
 
 namespace {
 
-constexpr int CONSUMERS = 8, STAGE_BLOCKS = 4, WARP_LOAD = 8, LOADERS = 2, WARP_FINISH = 10, WARP_X = 11, THREADS = 352;
-/* What a kernel is for: x and outputs f16; x 8-bit; x f16, output 8-bit. The last two, at up to eight tokens, finish tiles together. */
-enum kind { IN_F16, IN_S8, TO_S8 };
+constexpr int CONSUMERS = 8, STAGE_BLOCKS = 4, WARP_LOAD = 8, LOADERS = 2, WARP_FINISH = 10, THREADS = 352;
 /* Kernels that follow each other in a step ask for 115 and 111 KiB in turn: one of each fits an SM, two of the larger kind do not, so the
  * CTAs of a kernel spread evenly over the SMs. */
 constexpr int LARGE_BYTES = 115 * 1024, SMALL_BYTES = 111 * 1024, FULL_BYTES = 200 * 1024, MAX_STAGES = 24;
 
-/* M tokens, MT row tiles of 16, FORMAT of the weights, X a kind. */
-template <int M, int MT, int FORMAT, int X> struct shape {
-  static_assert(X == IN_F16 || (M == 8 && FORMAT == K_W4_G128), "8-bit activations are for few tokens and G128");
-  static constexpr bool TOGETHER = X != IN_F16;
+template <int M, int MT, int FORMAT> struct shape {
   static constexpr int NT = (M + 7) / 8;
   static constexpr int ROWS = 16 * MT;
   static constexpr int UNIT = FORMAT == K_W4_G128 ? K_W4_G128_UNIT : K_W4_G32M_UNIT;
-  static constexpr int X_BLOCK = X == IN_S8 ? 144 * M : 256 * M;
+  static constexpr int X_BLOCK = 256 * M;
   static constexpr int W_STAGE = MT * STAGE_BLOCKS * UNIT;
   static constexpr int STAGE = W_STAGE + (M > 1 ? STAGE_BLOCKS * X_BLOCK : 0);
   static constexpr int N_RED = M == 1 ? 4 : 2;
-  /* Partial sums of a tile: [consumer], then [row][token] where the finisher takes it, [token][row] where the consumers do; there rows are
-   * padded so that a warp's stores fall into different banks. LAST: addends of the last tile. */
-  static constexpr int RED_ROW = ROWS + 4, RED_WARP = TOGETHER ? M * RED_ROW * 4 : ROWS * M * 4, RED = CONSUMERS * RED_WARP;
-  static constexpr int LAST = TOGETHER ? M * 32 * 8 : 0;
-  static constexpr int fixed_bytes(int n_blocks) {
-    return 1024 + (M == 1 ? (n_blocks * X_BLOCK + 127) / 128 * 128 : 0) + LAST + N_RED * RED;
-  }
+  static constexpr int RED = CONSUMERS * ROWS * M * 4;
+  static constexpr int fixed_bytes(int n_blocks) { return 1024 + (M == 1 ? (n_blocks * X_BLOCK + 127) / 128 * 128 : 0) + N_RED * RED; }
 };
 
 struct params {
@@ -66,16 +51,16 @@ struct params {
   const uint8_t *x;
   const float *x_ssq, *bias, *gain;
   float *ssq;
-  void *y, *next;
+  void *y;
+  __half *next;
   float x_width, eps;
-  int x_n_ssq, n_blocks, n_row_tiles, n_tiles, rows, n_tokens, ld, output, next_form, stages, pace_cycles;
+  int x_n_ssq, n_blocks, n_row_tiles, n_tiles, rows, n_tokens, ld, output, stages, pace_cycles;
 };
 
 #if SITS_SM90
 
 struct smem_map {
-  uint32_t full, empty, red_full, red_empty, x_full, open, ready, factor, last_tile, x, last, red,
-      ring; /* open: the predecessor has ended; ready: factor, last_tile, last */
+  uint32_t full, empty, red_full, red_empty, x_full, open, x, red, ring; /* open: the predecessor has ended */
 };
 
 template <class C> SITS_DEV smem_map map_smem(uint32_t base, int n_blocks, int m) {
@@ -86,12 +71,8 @@ template <class C> SITS_DEV smem_map map_smem(uint32_t base, int n_blocks, int m
   s.red_empty = s.red_full + 32;
   s.x_full = s.red_empty + 32;
   s.open = s.x_full + 8;
-  s.ready = s.open + 8;
-  s.factor = base + 512;
-  s.last_tile = base + 576;
   s.x = base + 1024;
-  s.last = s.x + (m == 1 ? (n_blocks * C::X_BLOCK + 127) / 128 * 128 : 0);
-  s.red = s.last + C::LAST;
+  s.red = s.x + (m == 1 ? (n_blocks * C::X_BLOCK + 127) / 128 * 128 : 0);
   s.ring = s.red + C::N_RED * C::RED;
   return s;
 }
@@ -99,7 +80,7 @@ template <class C> SITS_DEV smem_map map_smem(uint32_t base, int n_blocks, int m
 /* One 128-column block of one warp: total[mt][nt] += scales * (products - offsets). All loads are issued first. */
 template <int M, int MT, int FORMAT>
 SITS_DEV void block_products(float total[MT][(M + 7) / 8][4], uint32_t w_addr, uint32_t x_addr, int lane) {
-  using C = shape<M, MT, FORMAT, IN_F16>;
+  using C = shape<M, MT, FORMAT>;
   constexpr int NT = C::NT, W_NEXT = STAGE_BLOCKS * C::UNIT;
   const int g = lane >> 2;
   const float zero[4] = {0.f, 0.f, 0.f, 0.f};
@@ -173,48 +154,47 @@ SITS_DEV void block_products(float total[MT][(M + 7) / 8][4], uint32_t w_addr, u
   }
 }
 
-/* The same of eight tokens in 8 bits: total += scales * sum over four groups of 32 columns of (products - offsets) * their scales, all
- * times four, which the finisher takes off. Sums start at the f32 number 1.5 * 2^23 read as an integer, so that they are f32 numbers at
- * once, and the difference of two of them is exact. */
-template <int MT> SITS_DEV void block_products_s8(float total[MT][1][4], uint32_t w_addr, uint32_t x_addr, uint32_t scale_addr, int lane) {
-  constexpr int W_NEXT = STAGE_BLOCKS * K_W4_G128_UNIT;
-  const int32_t start[4] = {0x4B400000, 0x4B400000, 0x4B400000, 0x4B400000};
-  const uint32_t offsets[4] = {0x20202020u, 0x20202020u, 0x20202020u, 0x20202020u}; /* four times 8 */
-  float sum[MT][4] = {}, x_scale[2][4];
-  uint32_t w[2][MT][4], b[2][4];
-#pragma unroll
-  for (int k = 0; k < 2; k++) { /* half blocks */
-#pragma unroll
-    for (int i = 0; i < MT; i++) {
-      const uint4 v = lds128(w_addr + i * W_NEXT + k * 512 + lane * 16);
-      w[k][i][0] = v.x, w[k][i][1] = v.y, w[k][i][2] = v.z, w[k][i][3] = v.w;
-    }
-    const uint4 v = lds128(x_addr + k * 512), f = lds128(scale_addr + k * 16);
-    b[k][0] = v.x, b[k][1] = v.y, b[k][2] = v.z, b[k][3] = v.w;
-    x_scale[k][0] = __uint_as_float(f.x), x_scale[k][1] = __uint_as_float(f.y);
-    x_scale[k][2] = __uint_as_float(f.z), x_scale[k][3] = __uint_as_float(f.w);
-  }
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-#pragma unroll
-    for (int s = 0; s < 2; s++) { /* 32 columns each */
-      int32_t zero[4], acc[4];
-      mma_u8s8(zero, offsets, b[k][s * 2], b[k][s * 2 + 1], start);
-#pragma unroll
-      for (int i = 0; i < MT; i++) {
-        uint32_t a[4];
-        byte_nibbles(w[k][i][s * 2], a), byte_nibbles(w[k][i][s * 2 + 1], a + 2);
-        mma_u8s8(acc, a, b[k][s * 2], b[k][s * 2 + 1], start);
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-          sum[i][e] += x_scale[k][s * 2 + (e & 1)] * (__int_as_float(acc[e]) - __int_as_float(zero[e & 1]));
+template <int M, int MT, int FORMAT> SITS_DEV void consume(const params &p, const smem_map &s, int n_local) {
+  using C = shape<M, MT, FORMAT>;
+  constexpr int NT = C::NT;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int set = warp >> 2, sub = warp & 3, per_tile = (p.n_blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
+  const uint32_t x_lane = (M >= 8 ? g * 64 : 0) + t * 16;
+  int slot = set, red = 0;
+  uint32_t parity = 0, red_parity = 1;
+  if (M == 1) bar_wait(s.x_full, 0);
+  for (int tile = 0; tile < n_local; tile++) {
+    float total[MT][NT][4] = {};
+    for (int i = (set ^ (tile * per_tile)) & 1; i < per_tile; i += 2) {
+      const int block = i * STAGE_BLOCKS + sub;
+      bar_wait(s.full + slot * 8, parity);
+      if (block < p.n_blocks) {
+        const uint32_t stage = s.ring + slot * C::STAGE;
+        const uint32_t x_addr = (M == 1 ? s.x + block * C::X_BLOCK : stage + C::W_STAGE + sub * C::X_BLOCK) + x_lane;
+        block_products<M, MT, FORMAT>(total, stage + sub * C::UNIT, x_addr, lane);
       }
+      __syncwarp();
+      if (lane == 0) bar_arrive(s.empty + slot * 8);
+      slot += 2;
+      if (slot >= p.stages) slot -= p.stages, parity ^= 1;
     }
+    bar_wait(s.red_empty + red * 8, red_parity);
+    const uint32_t r = s.red + red * C::RED + warp * (C::ROWS * M * 4);
 #pragma unroll
-  for (int i = 0; i < MT; i++) {
-    const float2 f = half2_to_float2(lds32(w_addr + i * W_NEXT + K_W4_NIBBLE_BYTES + (lane >> 2) * 4));
+    for (int i = 0; i < MT; i++)
 #pragma unroll
-    for (int e = 0; e < 4; e++) total[i][0][e] += (e < 2 ? f.x : f.y) * sum[i][e];
+      for (int n = 0; n < NT; n++) {
+        if (M >= 8) {
+          sts64_f32(r + ((i * 16 + g) * M + n * 8 + t * 2) * 4, total[i][n][0], total[i][n][1]);
+          sts64_f32(r + ((i * 16 + g + 8) * M + n * 8 + t * 2) * 4, total[i][n][2], total[i][n][3]);
+        } else if (t == 0) {
+          sts_f32(r + (i * 16 + g) * 4, total[i][n][0]);
+          sts_f32(r + (i * 16 + g + 8) * 4, total[i][n][2]);
+        }
+      }
+    __syncwarp();
+    if (lane == 0) bar_arrive(s.red_full + red * 8); /* for all lanes, whose stores __syncwarp orders before it */
+    if (++red == C::N_RED) red = 0, red_parity ^= 1;
   }
 }
 
@@ -254,148 +234,6 @@ template <int M> SITS_DEV float norm_factor(const params &p, int lane) {
 
 SITS_DEV __half saturated_half(float v) { return __float2half_rn(fminf(fmaxf(v, -65504.f), 65504.f)); }
 
-SITS_DEV void store_sum(const params &p, int row, int n, float y) {
-  const size_t at = (size_t)n * p.ld + row;
-  if (p.output == K_OUT_F16)
-    ((__half *)p.y)[at] = saturated_half(y);
-  else
-    ((float *)p.y)[at] = y;
-}
-SITS_DEV void store_product(const params &p, int m, int col, int n, float gate, float up) {
-  ((__half *)p.next)[k_frag_index(m, col, n)] = saturated_half(gate / (1.f + __expf(-gate)) * up);
-}
-
-/* What a lane adds to the sum of its row and token, and the next norm's gain. Fetched before the sums are ready: a load behind a store
- * would wait for it. */
-struct addend {
-  float h, gain;
-};
-SITS_DEV addend fetch_addend(const params &p, int row, int n) {
-  addend a = {0.f, 0.f};
-  if (row >= p.rows || n >= p.n_tokens) return a;
-  if (p.bias) a.h = __ldg(p.bias + row);
-  if (p.output == K_OUT_RESIDUAL) a.h += __ldcg((const float *)p.y + (size_t)n * p.ld + row), a.gain = __ldg(p.gain + row);
-  return a;
-}
-
-/* A warp finishes a tile for token n, a lane a row: all consumers' partial sums in their order, then the output. Few instructions on
- * purpose: what runs once a launch is fetched anew each time. */
-template <int M, int MT, int FORMAT, int X>
-SITS_DEV void finish_rows(const params &p, uint32_t red, int tile, int n, float factor, addend a) {
-  using C = shape<M, MT, FORMAT, X>;
-  static_assert(C::ROWS == 32, "a row a lane");
-  const int lane = threadIdx.x & 31, row = tile * C::ROWS + lane;
-  const bool exists = row < p.rows;
-  float sum = 0.f;
-#pragma unroll
-  for (int k = 0; k < CONSUMERS; k++) sum += lds_f32(red + k * C::RED_WARP + (n * C::RED_ROW + lane) * 4);
-  const float y = sum * factor + a.h;
-  if (p.output == K_OUT_SWIGLU) {
-    const float up = __shfl_down_sync(~0u, y, 8);
-    if (exists && !(lane & 8)) store_product(p, M, tile * (C::ROWS / 2) + (lane >> 4) * 8 + (lane & 7), n, y, up);
-  } else {
-    if (exists) store_sum(p, row, n, y);
-    if (p.output != K_OUT_RESIDUAL) return;
-    const float x = y * a.gain, square = warp_sum(exists ? y * y : 0.f);
-    if (p.next_form == K_FRAG_S8) { /* the tile's rows are a group */
-      const s8_scale s = s8_scale_of(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fabsf(x)))));
-      ((int8_t *)p.next)[k_frag8_code(M, row, n)] = (int8_t)__float2int_rn(x * s.inverse);
-      if (lane == 0) *(float *)((uint8_t *)p.next + k_frag8_scale(M, row, n)) = s.scale;
-    } else if (exists)
-      ((__half *)p.next)[k_frag_index(M, row, n)] = saturated_half(x);
-    if (lane == 0) p.ssq[tile * M + n] = square;
-  }
-}
-
-/* All consumers finish a tile at once, a token each; left: tiles of the CTA from this one on. In use are two sets of partial sums, and no
- * warp writes the next but one before all have met again. */
-template <int M, int MT, int FORMAT, int X> SITS_DEV void finish_together(const params &p, const smem_map &s, int red, int left) {
-  using C = shape<M, MT, FORMAT, X>;
-  static_assert(M == CONSUMERS, "a token a warp");
-  const int lane = threadIdx.x & 31, n = threadIdx.x >> 5;
-  named_sync(1, CONSUMERS * 32);
-  bar_wait(s.ready, 0);
-  if (n >= p.n_tokens) return;
-  const int tile = (int)lds32(s.last_tile) - left + 1;
-  addend a;
-  if (left == 1) {
-    const uint2 v = lds64(s.last + (n * 32 + lane) * 8);
-    a = {__uint_as_float(v.x), __uint_as_float(v.y)};
-  } else
-    a = fetch_addend(p, tile * C::ROWS + lane, n);
-  finish_rows<M, MT, FORMAT, X>(p, s.red + red * C::RED, tile, n, lds_f32(s.factor + n * 4), a);
-}
-
-template <int M, int MT, int FORMAT, int X> SITS_DEV void consume(const params &p, const smem_map &s, int n_local) {
-  using C = shape<M, MT, FORMAT, X>;
-  constexpr int NT = C::NT;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int set = warp >> 2, sub = warp & 3, per_tile = (p.n_blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
-  const uint32_t x_lane = (M >= 8 ? g * 64 : 0) + t * 16;
-  int slot = set, red = 0;
-  uint32_t parity = 0, red_parity = 1;
-  if (M == 1) bar_wait(s.x_full, 0);
-  /* `at` counts tiles down where the consumers finish the last, for want of registers, and `first` is the warp's first stage then. */
-  int first = set;
-  for (int at = C::TOGETHER ? n_local : 0; C::TOGETHER ? at > 0 : at < n_local; at += C::TOGETHER ? -1 : 1) {
-    float total[MT][NT][4] = {};
-    for (int i = C::TOGETHER ? first : (set ^ (at * per_tile)) & 1; i < per_tile; i += 2) {
-      const int block = i * STAGE_BLOCKS + sub;
-      bar_wait(s.full + slot * 8, parity);
-      if (block < p.n_blocks) {
-        const uint32_t stage = s.ring + slot * C::STAGE;
-        const uint32_t x_block = M == 1 ? s.x + block * C::X_BLOCK : stage + C::W_STAGE + sub * C::X_BLOCK;
-        if constexpr (X == IN_S8)
-          block_products_s8<MT>(total, stage + sub * C::UNIT, x_block + x_lane, x_block + 128 * M + t * 32, lane);
-        else
-          block_products<M, MT, FORMAT>(total, stage + sub * C::UNIT, x_block + x_lane, lane);
-      }
-      __syncwarp();
-      if (lane == 0) bar_arrive(s.empty + slot * 8);
-      slot += 2;
-      if (slot >= p.stages) slot -= p.stages, parity ^= 1;
-    }
-    if constexpr (C::TOGETHER) {
-      const bool is_ours = at == 1 || p.output == K_OUT_RESIDUAL; /* finished by the consumers */
-      if (p.output != K_OUT_RESIDUAL) bar_wait(s.red_empty + red * 8, red_parity); /* where the finisher takes tiles */
-      const int by_row = is_ours ? 4 : M * 4, by_token = is_ours ? C::RED_ROW * 4 : 4;
-      const uint32_t r = s.red + red * C::RED + warp * C::RED_WARP + g * by_row + t * 2 * by_token;
-#pragma unroll
-      for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) /* rows g and g+8, tokens 2t and 2t+1 */
-          sts_f32(r + (e & 1) * by_token + (i * 16 + (e >> 1) * 8) * by_row, total[i][0][e]);
-      if (is_ours)
-        finish_together<M, MT, FORMAT, X>(p, s, red, at);
-      else {
-        __syncwarp();
-        if (lane == 0) bar_arrive(s.red_full + red * 8);
-      }
-      if (++red == C::N_RED) red = 0, red_parity ^= 1;
-      first = (first ^ per_tile) & 1;
-      continue;
-    }
-    bar_wait(s.red_empty + red * 8, red_parity);
-    const uint32_t r = s.red + red * C::RED + warp * (C::ROWS * M * 4);
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-      for (int n = 0; n < NT; n++) {
-        if (M >= 8) {
-          sts64_f32(r + ((i * 16 + g) * M + n * 8 + t * 2) * 4, total[i][n][0], total[i][n][1]);
-          sts64_f32(r + ((i * 16 + g + 8) * M + n * 8 + t * 2) * 4, total[i][n][2], total[i][n][3]);
-        } else if (t == 0) {
-          sts_f32(r + (i * 16 + g) * 4, total[i][n][0]);
-          sts_f32(r + (i * 16 + g + 8) * 4, total[i][n][2]);
-        }
-      }
-    __syncwarp();
-    if (lane == 0) bar_arrive(s.red_full + red * 8); /* for all lanes, whose stores __syncwarp orders before it */
-    if (++red == C::N_RED) red = 0, red_parity ^= 1;
-  }
-}
-
-
 /* WIDE values side by side of all consumers' partial tiles, added in their order. */
 template <int WIDE, int STRIDE> SITS_DEV void add_partial(float (&sum)[WIDE], uint32_t at) {
 #pragma unroll
@@ -410,69 +248,13 @@ template <int WIDE, int STRIDE> SITS_DEV void add_partial(float (&sum)[WIDE], ui
   }
 }
 
-/* A warp finishes a tile of 8 tokens, a lane four tokens of a row at a time: half the instructions a value of finish_rows. Not for
- * residual sums, whose groups are columns of one token. */
-template <int M, int MT, int FORMAT, int X> SITS_DEV void finish_tile(const params &p, uint32_t red, int tile, const float (&factor)[4]) {
-  using C = shape<M, MT, FORMAT, X>;
-  constexpr int LANES = M / 4, STEP = 32 / LANES; /* lanes a row, rows a turn */
-  const int lane = threadIdx.x & 31, n0 = lane % LANES * 4;
-  const bool is_pairs = p.output == K_OUT_SWIGLU;
-#pragma unroll
-  for (int z = 0; z < C::ROWS / STEP; z++) {
-    const int o = lane / LANES + z * STEP, lr = is_pairs ? (o >> 3) * 16 + (o & 7) : o, row = tile * C::ROWS + lr;
-    if (is_pairs && z == C::ROWS / STEP / 2) break;
-    if (row >= p.rows) continue;
-    const float bias = p.bias ? __ldg(p.bias + row) : 0.f;
-    float v[4], up[4];
-    add_partial<4, C::RED_WARP>(v, red + (lr * M + n0) * 4);
-    if (is_pairs) add_partial<4, C::RED_WARP>(up, red + ((lr + 8) * M + n0) * 4);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (n0 + i >= p.n_tokens) continue;
-      if (is_pairs)
-        store_product(p, M, tile * (C::ROWS / 2) + o, n0 + i, v[i] * factor[i], up[i] * factor[i]);
-      else
-        store_sum(p, row, n0 + i, v[i] * factor[i] + bias);
-    }
-  }
-}
-
-/* Where the consumers finish tiles: the tokens' norm factors, what the last tile's sums need, and the tiles that they hand over. */
-template <int M, int MT, int FORMAT, int X> SITS_DEV void finish_handed(const params &p, const smem_map &s, int tile0, int n_local) {
-  using C = shape<M, MT, FORMAT, X>;
-  const int lane = threadIdx.x & 31, last_tile = tile0 + n_local - 1;
-  if (n_local == 0) return;
-  const float own = norm_factor<M>(p, lane) * (X == IN_S8 ? 0.25f : 1.f); /* byte_nibbles */
-  if (lane < M) sts_f32(s.factor + lane * 4, own);
-  if (lane == 0) sts32(s.last_tile, last_tile);
-#pragma unroll 3 /* for want of registers */
-  for (int n = 0; n < M; n++) {
-    const addend a = fetch_addend(p, last_tile * C::ROWS + lane, n);
-    sts64_f32(s.last + (n * 32 + lane) * 8, a.h, a.gain);
-  }
-  bar_arrive(s.ready);
-  if (p.output == K_OUT_RESIDUAL) return;
-  float factor[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) factor[i] = __shfl_sync(~0u, own, lane % (M / 4) * 4 + i);
-  int red = 0;
-  uint32_t parity = 0;
-  for (int tile = tile0; tile < last_tile; tile++) {
-    bar_wait(s.red_full + red * 8, parity);
-    finish_tile<M, MT, FORMAT, X>(p, s.red + red * C::RED, tile, factor);
-    __syncwarp();
-    if (lane == 0) bar_arrive(s.red_empty + red * 8);
-    if (++red == C::N_RED) red = 0, parity ^= 1;
-  }
-}
-
 /* Outputs of a tile, which a lane takes WIDE tokens of a row at a time: rows lie side by side in memory, tokens in the partial tiles. */
-template <int M, int MT, int FORMAT, int X> SITS_DEV void finish(const params &p, const smem_map &s, int tile0, int n_local) {
-  using C = shape<M, MT, FORMAT, X>;
+template <int M, int MT, int FORMAT> SITS_DEV void finish(const params &p, const smem_map &s, int tile0, int n_local) {
+  using C = shape<M, MT, FORMAT>;
   constexpr int ROWS = C::ROWS, WIDE = M >= 8 ? 4 : 1, LANES = M / WIDE, STEP = 32 / LANES; /* lanes a row, rows a turn */
   constexpr int TURNS = (ROWS + STEP - 1) / STEP, PAIR_TURNS = (ROWS / 2 + STEP - 1) / STEP, STRIDE = ROWS * M * 4;
   const int lane = threadIdx.x & 31, n0 = lane % LANES * WIDE;
-  const float own = norm_factor<M>(p, lane) * (X == IN_S8 ? 0.25f : 1.f); /* byte_nibbles */
+  const float own = norm_factor<M>(p, lane);
   float factor[WIDE];
 #pragma unroll
   for (int i = 0; i < WIDE; i++) factor[i] = __shfl_sync(~0u, own, n0 + i);
@@ -493,7 +275,7 @@ template <int M, int MT, int FORMAT, int X> SITS_DEV void finish(const params &p
 #pragma unroll
         for (int i = 0; i < WIDE; i++) {
           const float g = gate[i] * factor[i], u = up[i] * factor[i];
-          if (n0 + i < p.n_tokens) ((__half *)p.next)[k_frag_index(M, row0 / 2 + o, n0 + i)] = saturated_half(g / (1.f + __expf(-g)) * u);
+          if (n0 + i < p.n_tokens) p.next[k_frag_index(M, row0 / 2 + o, n0 + i)] = saturated_half(g / (1.f + __expf(-g)) * u);
         }
       }
     } else {
@@ -529,7 +311,7 @@ template <int M, int MT, int FORMAT, int X> SITS_DEV void finish(const params &p
           else
             ((float *)p.y)[at] = y;
           if (p.output == K_OUT_RESIDUAL) {
-            ((__half *)p.next)[k_frag_index(M, row, n)] = saturated_half(y * gain[z]);
+            p.next[k_frag_index(M, row, n)] = saturated_half(y * gain[z]);
             square[i] += y * y;
           }
         }
@@ -551,9 +333,8 @@ template <int M, int MT, int FORMAT, int X> SITS_DEV void finish(const params &p
 
 /* Loader `which` brings every second stage: weights, and once the ring has gone round activations too (those of the first round come from
  * load_first_x). One thread issues a copy every 150 ns or so whatever its size; two keep the SM's share of the memory rate. */
-template <int M, int MT, int FORMAT, int X>
-SITS_DEV void load_stages(const params &p, const smem_map &s, int tile0, int n_local, int which) {
-  using C = shape<M, MT, FORMAT, X>;
+template <int M, int MT, int FORMAT> SITS_DEV void load_stages(const params &p, const smem_map &s, int tile0, int n_local, int which) {
+  using C = shape<M, MT, FORMAT>;
   const uint64_t policy = policy_evict_first();
   const int per_tile = (p.n_blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS, total = per_tile * n_local;
   int slot = which, tile = 0, i = which;
@@ -576,14 +357,13 @@ SITS_DEV void load_stages(const params &p, const smem_map &s, int tile0, int n_l
       bulk_load_hint(stage + j * (STAGE_BLOCKS * C::UNIT), p.weight + ((size_t)row_tile * p.n_blocks + i * STAGE_BLOCKS) * C::UNIT,
                      n * C::UNIT, bar, policy);
     }
-    if (M > 1 && !C::TOGETHER && n_issued >= p.stages)
-      bulk_load(stage + C::W_STAGE, p.x + (size_t)i * STAGE_BLOCKS * C::X_BLOCK, n * C::X_BLOCK, bar);
+    if (M > 1 && n_issued >= p.stages) bulk_load(stage + C::W_STAGE, p.x + (size_t)i * STAGE_BLOCKS * C::X_BLOCK, n * C::X_BLOCK, bar);
   }
 }
 
 /* After grid_wait, one thread: all of x (M = 1), or the activations of the ring's first round. */
-template <int M, int MT, int FORMAT, int X> SITS_DEV void load_first_x(const params &p, const smem_map &s, int n_local) {
-  using C = shape<M, MT, FORMAT, X>;
+template <int M, int MT, int FORMAT> SITS_DEV void load_first_x(const params &p, const smem_map &s, int n_local) {
+  using C = shape<M, MT, FORMAT>;
   if (M == 1) {
     bar_arrive_expect(s.x_full, p.n_blocks * C::X_BLOCK);
     bulk_load(s.x, p.x, p.n_blocks * C::X_BLOCK, s.x_full);
@@ -594,25 +374,12 @@ template <int M, int MT, int FORMAT, int X> SITS_DEV void load_first_x(const par
     bulk_load(s.ring + k * C::STAGE + C::W_STAGE, p.x + (size_t)i * STAGE_BLOCKS * C::X_BLOCK,
               min(STAGE_BLOCKS, p.n_blocks - i * STAGE_BLOCKS) * C::X_BLOCK, s.full + k * 8);
 }
-/* After grid_wait, one thread of a warp of its own: each stage's x; those of the ring's first round wait for nobody. */
-template <int M, int MT, int FORMAT, int X> SITS_DEV void load_x(const params &p, const smem_map &s, int n_local) {
-  using C = shape<M, MT, FORMAT, X>;
-  const int per_tile = (p.n_blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS, total = per_tile * n_local;
-  int slot = 0, i = 0;
-  uint32_t parity = 1;
-  for (int k = 0; k < total; k++, i = i + 1 == per_tile ? 0 : i + 1) {
-    if (k >= p.stages) bar_wait(s.empty + slot * 8, parity);
-    bulk_load(s.ring + slot * C::STAGE + C::W_STAGE, p.x + (size_t)i * STAGE_BLOCKS * C::X_BLOCK,
-              min(STAGE_BLOCKS, p.n_blocks - i * STAGE_BLOCKS) * C::X_BLOCK, s.full + slot * 8);
-    if (++slot == p.stages) slot = 0, parity ^= 1;
-  }
-}
 #endif
 
-template <int M, int MT, int FORMAT, int X> __global__ void __launch_bounds__(X == IN_F16 ? THREADS : THREADS + 32, M == 16 ? 1 : 2)
+template <int M, int MT, int FORMAT> __global__ void __launch_bounds__(THREADS, M == 16 ? 1 : 2)
     gemm_w4a16_kernel(const __grid_constant__ params p) {
 #if SITS_SM90
-  using C = shape<M, MT, FORMAT, X>;
+  using C = shape<M, MT, FORMAT>;
   extern __shared__ __align__(1024) uint8_t smem[];
   grid_trigger();
   const smem_map s = map_smem<C>(smem_addr(smem), p.n_blocks, M);
@@ -624,68 +391,33 @@ template <int M, int MT, int FORMAT, int X> __global__ void __launch_bounds__(X 
     for (int i = 0; i < C::N_RED; i++) bar_init(s.red_full + i * 8, CONSUMERS), bar_init(s.red_empty + i * 8, 1);
     bar_init(s.x_full, 1);
     bar_init(s.open, 1);
-    if (C::TOGETHER) bar_init(s.ready, 32);
     bar_fence_init();
   }
   __syncthreads();
   if (warp < CONSUMERS)
-    consume<M, MT, FORMAT, X>(p, s, n_local);
-  else if (C::TOGETHER && warp == WARP_X) {
+    consume<M, MT, FORMAT>(p, s, n_local);
+  else if (warp == WARP_FINISH) {
     grid_wait();
-    if (lane == 0) bar_arrive(s.open), load_x<M, MT, FORMAT, X>(p, s, n_local);
-  } else if (C::TOGETHER && warp == WARP_FINISH) {
-    grid_wait();
-    if constexpr (C::TOGETHER) finish_handed<M, MT, FORMAT, X>(p, s, tile0, n_local);
-  } else if (warp == WARP_FINISH) {
-    grid_wait();
-    if (lane == 0) bar_arrive(s.open), load_first_x<M, MT, FORMAT, X>(p, s, n_local);
+    if (lane == 0) bar_arrive(s.open), load_first_x<M, MT, FORMAT>(p, s, n_local);
     __syncwarp();
-    finish<M, MT, FORMAT, X>(p, s, tile0, n_local);
+    finish<M, MT, FORMAT>(p, s, tile0, n_local);
   } else if (lane == 0)
-    load_stages<M, MT, FORMAT, X>(p, s, tile0, n_local, warp - WARP_LOAD);
+    load_stages<M, MT, FORMAT>(p, s, tile0, n_local, warp - WARP_LOAD);
 #endif
 }
 
-template <int M, int MT, int FORMAT, int X> struct variant {
-  static int init() { return prepare_kernel(gemm_w4a16_kernel<M, MT, FORMAT, X>, M == 16 ? FULL_BYTES : LARGE_BYTES); }
-  static int launch(const params &p, const struct k_w4a16_plan &plan, k_stream at) {
-    return launch_kernel(gemm_w4a16_kernel<M, MT, FORMAT, X>, dim3(plan.grid), dim3(X == IN_F16 ? THREADS : THREADS + 32), plan.smem_bytes,
-                         (cudaStream_t)at.stream, at.pdl, p);
-  }
-  static void plan_memory(int n_blocks, int output, struct k_w4a16_plan *plan) {
-    using C = shape<M, MT, FORMAT, X>;
-    const int budget = M == 16 ? FULL_BYTES : output == K_OUT_RESIDUAL ? SMALL_BYTES : LARGE_BYTES;
-    int stages = (budget - C::fixed_bytes(n_blocks)) / C::STAGE;
-    if (stages > MAX_STAGES) stages = MAX_STAGES;
-    plan->stages = stages & ~1;
-    plan->smem_bytes = budget == LARGE_BYTES ? budget : C::fixed_bytes(n_blocks) + plan->stages * C::STAGE;
-  }
-};
-
-struct functions {
-  int m, row_tiles, format, kind;
-  int (*init)();
-  int (*launch)(const params &p, const struct k_w4a16_plan &plan, k_stream at);
-  void (*plan_memory)(int n_blocks, int output, struct k_w4a16_plan *plan);
-};
-template <int M, int MT, int FORMAT, int X> constexpr functions functions_of() {
-  using V = variant<M, MT, FORMAT, X>;
-  return {M, MT, FORMAT, X, V::init, V::launch, V::plan_memory};
+template <int M, int MT, int FORMAT> int launch_shape(const params &p, const struct k_w4a16_plan &plan, k_stream at) {
+  return launch_kernel(gemm_w4a16_kernel<M, MT, FORMAT>, dim3(plan.grid), dim3(THREADS), plan.smem_bytes, (cudaStream_t)at.stream, at.pdl,
+                       p);
 }
-/* Few on purpose: a layer with more kernels gains less in a step than they do alone (bench/NOTES.md). */
-constexpr functions variants[] = {
-    functions_of<1, 2, K_W4_G128, IN_F16>(),  functions_of<1, 3, K_W4_G128, IN_F16>(), functions_of<8, 2, K_W4_G128, IN_F16>(),
-    functions_of<16, 2, K_W4_G128, IN_F16>(), functions_of<1, 2, K_W4_G32M, IN_F16>(), functions_of<8, 2, K_W4_G32M, IN_F16>(),
-    functions_of<16, 2, K_W4_G32M, IN_F16>(), functions_of<8, 2, K_W4_G128, IN_S8>(),  functions_of<8, 2, K_W4_G128, TO_S8>(),
-};
 
-/* NULL: not for this number of tokens or format of weights. */
-const functions *variant_of(const struct k_w4a16 *a, const struct k_w4a16_plan *plan) {
-  const bool writes_s8 = a->output == K_OUT_RESIDUAL && a->next_form == K_FRAG_S8;
-  const int kind = a->x_form == K_FRAG_S8 ? IN_S8 : writes_s8 ? TO_S8 : IN_F16;
-  for (const functions &v : variants)
-    if (v.m == plan->m && v.row_tiles == plan->row_tiles && v.format == a->format && v.kind == kind) return &v;
-  return nullptr;
+template <int M, int MT, int FORMAT> void plan_memory(int n_blocks, int output, struct k_w4a16_plan *plan) {
+  using C = shape<M, MT, FORMAT>;
+  const int budget = M == 16 ? FULL_BYTES : output == K_OUT_RESIDUAL ? SMALL_BYTES : LARGE_BYTES;
+  int stages = (budget - C::fixed_bytes(n_blocks)) / C::STAGE;
+  if (stages > MAX_STAGES) stages = MAX_STAGES;
+  plan->stages = stages & ~1;
+  plan->smem_bytes = budget == LARGE_BYTES ? budget : C::fixed_bytes(n_blocks) + plan->stages * C::STAGE;
 }
 
 } // namespace
@@ -693,11 +425,7 @@ const functions *variant_of(const struct k_w4a16 *a, const struct k_w4a16_plan *
 extern "C" bool k_w4a16_plan(const struct k_w4a16 *a, int32_t n_sm, struct k_w4a16_plan *plan) {
   if (a->n_tokens < 1 || a->n_tokens > K_MAX_DECODE_TOKENS || a->rows < 1 || a->cols < 1) return false;
   if (a->output == K_OUT_SWIGLU && a->rows % 16) return false; /* gate and up rows come in eights */
-  const bool writes_s8 = a->output >= K_OUT_RESIDUAL && a->next_form == K_FRAG_S8;
-  if (a->x_form == K_FRAG_S8 && a->cols % K_FRAG8_GROUP) return false;
-  if (writes_s8 && a->rows % K_FRAG8_GROUP) return false;
-  if (writes_s8 && a->output == K_OUT_SWIGLU) return false; /* a tile has 16 columns of it, half a group */
-  const int row_tiles = k_row_tiles(a->rows);
+  const int n_blocks = k_blocks(a->cols), row_tiles = k_row_tiles(a->rows);
   plan->m = k_w4a16_tokens(a->n_tokens);
   /* Three row tiles a CTA where two would leave the last round half empty (6,144 rows on 132 SMs); x must be resident for that. */
   const int two = (row_tiles + 1) / 2, three = (row_tiles + 2) / 3;
@@ -705,16 +433,32 @@ extern "C" bool k_w4a16_plan(const struct k_w4a16 *a, int32_t n_sm, struct k_w4a
   plan->row_tiles = wide ? 3 : 2;
   plan->grid = n_sm; /* also where there are fewer tiles: a CTA without work keeps its SM from taking two of the next kernel */
   plan->pace_cycles = 300;
-  const functions *v = variant_of(a, plan);
-  if (v == nullptr) return false;
-  v->plan_memory(k_blocks(a->cols), a->output, plan);
+  const bool g128 = a->format == K_W4_G128;
+  if (wide)
+    plan_memory<1, 3, K_W4_G128>(n_blocks, a->output, plan);
+  else if (plan->m == 1 && g128)
+    plan_memory<1, 2, K_W4_G128>(n_blocks, a->output, plan);
+  else if (plan->m == 1)
+    plan_memory<1, 2, K_W4_G32M>(n_blocks, a->output, plan);
+  else if (plan->m == 8 && g128)
+    plan_memory<8, 2, K_W4_G128>(n_blocks, a->output, plan);
+  else if (plan->m == 8)
+    plan_memory<8, 2, K_W4_G32M>(n_blocks, a->output, plan);
+  else if (g128)
+    plan_memory<16, 2, K_W4_G128>(n_blocks, a->output, plan);
+  else
+    plan_memory<16, 2, K_W4_G32M>(n_blocks, a->output, plan);
   return plan->stages >= 2; /* false: x of one token does not fit beside two stages (more than about 40,000 columns) */
 }
 
 extern "C" int sits_k_w4a16_init(void) {
-  int e = 0;
-  for (const functions &v : variants)
-    if (!e) e = v.init();
+  int e = prepare_kernel(gemm_w4a16_kernel<1, 3, K_W4_G128>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<1, 2, K_W4_G128>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<1, 2, K_W4_G32M>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<8, 2, K_W4_G128>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<8, 2, K_W4_G32M>, LARGE_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<16, 2, K_W4_G128>, FULL_BYTES);
+  if (!e) e = prepare_kernel(gemm_w4a16_kernel<16, 2, K_W4_G32M>, FULL_BYTES);
   return e;
 }
 
@@ -723,11 +467,15 @@ extern "C" int sits_k_w4a16(const struct k_w4a16 *a, int32_t n_sm, struct k_stre
   if (!k_w4a16_plan(a, n_sm, &plan)) return cudaErrorInvalidValue;
   params p = {};
   p.weight = (const uint8_t *)a->weight, p.x = (const uint8_t *)a->x;
-  p.x_ssq = a->x_ssq, p.bias = a->bias, p.gain = a->gain, p.ssq = a->ssq, p.y = a->y, p.next = a->next;
+  p.x_ssq = a->x_ssq, p.bias = a->bias, p.gain = a->gain, p.ssq = a->ssq, p.y = a->y, p.next = (__half *)a->next;
   p.x_width = a->x_width, p.eps = a->eps, p.x_n_ssq = a->x_n_ssq;
   p.n_blocks = k_blocks(a->cols), p.n_row_tiles = k_row_tiles(a->rows);
   p.n_tiles = (p.n_row_tiles + plan.row_tiles - 1) / plan.row_tiles;
-  p.rows = a->rows, p.n_tokens = a->n_tokens, p.ld = a->ld, p.output = a->output, p.next_form = a->next_form, p.stages = plan.stages,
+  p.rows = a->rows, p.n_tokens = a->n_tokens, p.ld = a->ld, p.output = a->output, p.stages = plan.stages,
   p.pace_cycles = plan.pace_cycles;
-  return variant_of(a, &plan)->launch(p, plan, at);
+  const bool g128 = a->format == K_W4_G128;
+  if (plan.row_tiles == 3) return launch_shape<1, 3, K_W4_G128>(p, plan, at);
+  if (plan.m == 1) return g128 ? launch_shape<1, 2, K_W4_G128>(p, plan, at) : launch_shape<1, 2, K_W4_G32M>(p, plan, at);
+  if (plan.m == 8) return g128 ? launch_shape<8, 2, K_W4_G128>(p, plan, at) : launch_shape<8, 2, K_W4_G32M>(p, plan, at);
+  return g128 ? launch_shape<16, 2, K_W4_G128>(p, plan, at) : launch_shape<16, 2, K_W4_G32M>(p, plan, at);
 }

@@ -1,4 +1,4 @@
-/* h[t] = row tokens[t] of the embedding, f32; in decode also the first GEMM's input h * gain (f16 or 8 bits) and the row's sum of squares.
+/* h[t] = row tokens[t] of the embedding, f32; in decode also the first GEMM's input f16(h * gain) and the row's sum of squares.
  *
  * Arguments: struct k_embed (kernels.h). A token may be one that the step before drew on the device. The table is f16
  *   row-major or packed 4-bit (a tied head's own copy serves both uses). It may hold a rank's part of the vocabulary only: the rows of
@@ -36,18 +36,12 @@ __global__ void __launch_bounds__(256) embed_kernel(const __grid_constant__ k_em
   const int row = id - p.first;
   const bool is_here = p.n_rows == 0 || (row >= 0 && row < p.n_rows);
   float sum = 0.f;
-  for (int c = threadIdx.x; c < p.width; c += blockDim.x) { /* a group of 32 is a warp's */
+  for (int c = threadIdx.x; c < p.width; c += blockDim.x) {
     float v = 0.f;
     if (is_here) v = p.is_packed ? packed_value(p, row, c) : __half2float(((const __half *)p.table)[(size_t)row * p.ld + c]);
     p.h[(size_t)t * p.width + c] = v;
     sum += v * v;
-    if (p.frag_m && p.next_form == K_FRAG_S8) {
-      v *= p.gain[c];
-      const s8_scale s = s8_scale_of(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fabsf(v)))));
-      ((int8_t *)p.next)[k_frag8_code(p.frag_m, c, t)] = (int8_t)__float2int_rn(v * s.inverse);
-      if (c % K_FRAG8_GROUP == 0) *(float *)((uint8_t *)p.next + k_frag8_scale(p.frag_m, c, t)) = s.scale;
-    } else if (p.frag_m)
-      ((__half *)p.next)[k_frag_index(p.frag_m, c, t)] = __float2half_rn(v * p.gain[c]);
+    if (p.frag_m) ((__half *)p.next)[k_frag_index(p.frag_m, c, t)] = __float2half_rn(v * p.gain[c]);
   }
   if (!p.frag_m) return;
   sum = reduce_sum_max(sum, 0.f, scratch).x;
@@ -56,6 +50,5 @@ __global__ void __launch_bounds__(256) embed_kernel(const __grid_constant__ k_em
 } // namespace
 
 extern "C" int sits_k_embed(const struct k_embed *a, struct k_stream at) {
-  if (a->frag_m && a->next_form == K_FRAG_S8 && a->width % K_FRAG8_GROUP) return cudaErrorInvalidValue;
   return launch_kernel(embed_kernel, dim3(a->n_tokens), dim3(256), 0, (cudaStream_t)at.stream, at.pdl, *a);
 }

@@ -239,23 +239,14 @@ static void ref_attention(const struct world *w, const struct step *st, const fl
       }
 }
 
-static float frag8_value(const uint8_t *f, int32_t m, int32_t k, int32_t n)
-{
-  float scale;
-  memcpy(&scale, f + k_frag8_scale(m, k, n), 4);
-  return scale * (float)(int8_t)f[k_frag8_code(m, k, n)];
-}
-
-static double compare_out(const struct world *w, const struct step *st, const float *want, int32_t frag_m, enum k_frag form,
-                          const void *device, size_t bytes) {
+static double compare_out(const struct world *w, const struct step *st, const float *want, int32_t frag_m, const void *device,
+                          size_t bytes) {
   const int32_t width = w->c.heads * w->c.dim;
   uint16_t *h = host_alloc(bytes);
   float *got = host_alloc((size_t)st->n_tokens * width * 4);
   gpu_read(h, device, bytes);
   for (int32_t t = 0; t < st->n_tokens; t++)
-    for (int32_t i = 0; i < width; i++)
-      got[(size_t)t * width + i] = frag_m && form == K_FRAG_S8 ? frag8_value((const uint8_t *)h, frag_m, i, t)
-                                                              : half_value(h[frag_m ? k_frag_index(frag_m, i, t) : t * width + i]);
+    for (int32_t i = 0; i < width; i++) got[(size_t)t * width + i] = half_value(h[frag_m ? k_frag_index(frag_m, i, t) : t * width + i]);
   return relative_error(got, want, (size_t)st->n_tokens * width);
 }
 
@@ -288,7 +279,7 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
     struct k_attn_prefill a = {w->view, st->dev_q, w->dev_k, w->dev_v, w->capacity, w->dev_offset, 0, N_SEQS, most, st->dev_out,
                                false, 0, NULL, w->dev_exact, w->exact_capacity};
     gpu_check_call(sits_k_attn_prefill(&a, gpu_stream()), "sits_k_attn_prefill");
-    error = compare_out(w, st, want, 0, K_FRAG_F16, st->dev_out, n_out * 2);
+    error = compare_out(w, st, want, 0, st->dev_out, n_out * 2);
     verdict(error < 3e-3, "%s %s: prefill attention %.2e", c->name, what, error);
   }
   if (k_attn_prefill_takes(c->dim)) {
@@ -298,7 +289,7 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
                                false, 0, NULL, w->dev_exact, w->exact_capacity};
     gpu_check_call(sits_k_kv_gather(&tiled, gpu_stream()), "sits_k_kv_gather");
     gpu_check_call(sits_k_attn_prefill_sm90(&a, n_sm, gpu_stream()), "sits_k_attn_prefill_sm90");
-    error = compare_out(w, st, want, 0, K_FRAG_F16, a.out, n_out * 2);
+    error = compare_out(w, st, want, 0, a.out, n_out * 2);
     verdict(error < 3e-3, "%s %s: wgmma prefill attention %.2e", c->name, what, error);
     /* as if the device had room for all of it, so that keys are split; each sequence alone, its last pages expanded again */
     const int32_t many = 16 * (most + 127) / 128 * c->heads;
@@ -310,13 +301,13 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
       gpu_check_call(sits_k_kv_gather(&tiled, gpu_stream()), "sits_k_kv_gather");
       gpu_check_call(sits_k_attn_prefill_sm90(&a, many, gpu_stream()), "sits_k_attn_prefill_sm90");
     }
-    error = compare_out(w, st, want, 0, K_FRAG_F16, a.out, n_out * 2);
+    error = compare_out(w, st, want, 0, a.out, n_out * 2);
     verdict(error < 3e-3, "%s %s: wgmma prefill attention, split in up to %d %.2e", c->name, what,
             k_attn_prefill_splits(many, (most + 127) / 128 * c->heads, 718), error);
   }
   struct k_attn_any any = {w->view, st->dev_q, gpu_alloc(n_out * 2)};
   gpu_check_call(sits_k_attn_any(&any, gpu_stream()), "sits_k_attn_any");
-  error = compare_out(w, st, want, 0, K_FRAG_F16, any.out, n_out * 2);
+  error = compare_out(w, st, want, 0, any.out, n_out * 2);
   verdict(error < 3e-3, "%s %s: any attention %.2e", c->name, what, error);
 }
 
@@ -340,8 +331,7 @@ enum decode_form {
 static const char *const form_names[] = {"decode, few",          "fused decode", "fused decode, 8 warps", "fused decode, 4 warps",
                                          "fused decode, one SM", "decode",       "decode, one SM"};
 
-static void run_decode(struct world *w, struct step *st, enum decode_form form, bool has_slabs, int32_t frag_m,
-                       enum k_frag frag_form) {
+static void run_decode(struct world *w, struct step *st, enum decode_form form, bool has_slabs, int32_t frag_m) {
   const bool is_fused = form < DECODE_APPENDED;
   const int32_t segments = N_SEQS * w->c.kv_heads;
   const int32_t sms = form == DECODE_FUSED_HALF                                 ? (segments + 1) / 2
@@ -364,7 +354,6 @@ static void run_decode(struct world *w, struct step *st, enum decode_form form, 
                             .out = gpu_alloc(bytes),
                             .frag_m = frag_m,
                             .cut = gpu_alloc(k_attn_cut_bytes(n_sm)),
-                            .frag_form = frag_form,
                             .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, c->dim)),
                             .counters = gpu_zeros((size_t)N_SEQS * c->kv_heads * 4)};
   if (form == DECODE_FEW)
@@ -377,10 +366,8 @@ static void run_decode(struct world *w, struct step *st, enum decode_form form, 
   double error = gather(w, k, v);
   verdict(error < codec_error(c->codec), "%s %s: pages after decode within %.4f", c->name, what, error);
   ref_attention(w, st, k, v, want);
-  error = compare_out(w, st, want, frag_m, frag_form, a.out, bytes);
-  /* 8 bits: steps of 1/127 of a group's largest value, 0.29 of one in the mean, 2.3 root mean squares to the largest value. */
-  verdict(error < (frag_form == K_FRAG_S8 ? 8e-3 : 2e-3), "%s %s%s%s: decode attention %.2e", c->name, what, has_slabs ? ", slabs" : "",
-          frag_form == K_FRAG_S8 ? ", s8" : "", error);
+  error = compare_out(w, st, want, frag_m, a.out, bytes);
+  verdict(error < 2e-3, "%s %s%s: decode attention %.2e", c->name, what, has_slabs ? ", slabs" : "", error);
 }
 
 static void run_config(struct config c) {
@@ -396,8 +383,7 @@ static void run_config(struct config c) {
   if (k_attn_decode_takes(c.codec, c.dim, c.heads, c.kv_heads)) {
     for (int i = 0; i < 8; i++) { /* seven of make_world's eight tokens and one that ends a group */
       st = make_step(&w, one);
-      run_decode(&w, &st, i % N_DECODE_FORMS, i % 3 == 1, i % 3 == 1 ? 8 : i % 3 == 2 ? 16 : 0,
-                 i == N_DECODE_FORMS ? K_FRAG_S8 : K_FRAG_F16);
+      run_decode(&w, &st, i % N_DECODE_FORMS, i % 3 == 1, i % 3 == 1 ? 8 : i % 3 == 2 ? 16 : 0);
     }
   } else {
     st = make_step(&w, one);

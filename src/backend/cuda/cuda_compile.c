@@ -119,14 +119,10 @@ static enum sits_status load_weights(struct backend_program *p, struct sits_erro
   cuda_stage_fini(p->backend, &stage);
   TRY(status);
   p->is_fast = p->backend->compute_major == 9;
-  p->is_g128 = true;
   for (int32_t l = 0; l < p->program->dims.n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];
     const struct cuda_weight *weights[] = {layer->qkv, layer->o, layer->gate_up, layer->down};
-    for (size_t i = 0; i < 4; i++) {
-      p->is_fast = p->is_fast && weights[i]->form == CUDA_W4 && weights[i]->has_plain_input;
-      p->is_g128 = p->is_g128 && weights[i]->form == CUDA_W4 && weights[i]->format == K_W4_G128;
-    }
+    for (size_t i = 0; i < 4; i++) p->is_fast = p->is_fast && weights[i]->form == CUDA_W4 && weights[i]->has_plain_input;
   }
   return SITS_OK;
 }
@@ -187,9 +183,6 @@ static bool make_workspaces(struct backend_program *p)
     ok = ok && (p->frag_f[i] = cuda_memory_alloc(b, p, padded((int32_t)ff) * (size_t)m[i] * 2)) != NULL;
     ok = ok && (p->ssq[i] = cuda_memory_alloc(b, p, (size_t)k_w4a16_ssq_parts(d->n_embd) * (size_t)m[i] * sizeof(float))) != NULL;
   }
-  const size_t block = (size_t)k_frag8_block_bytes(m[1]);
-  ok = ok && (p->frag8_e = cuda_memory_alloc(b, p, (size_t)k_blocks(d->n_embd) * block)) != NULL;
-  ok = ok && (p->frag8_a = cuda_memory_alloc(b, p, (size_t)k_blocks((int32_t)heads) * block)) != NULL;
   size_t expanded = 0;
   for (int32_t i = 0; i < p->n_weights; i++) {
     const struct cuda_weight *w = &p->weights[i];

@@ -2,7 +2,6 @@
  *
  *   weight                     rows of the step   activations             kernel
  *   4-bit                      1..16              f16 fragments           sits_k_w4a16
- *   4-bit in groups of 128     2..S8_FEW, fast    s8 per token and 32     sits_k_w4a16 (cuda_frag_form)
  *   4-bit, channel * integer   17..W4A8_MAX       s8 per token            sits_k_w4a8, absorbed
  *                              more               e4m3 per token          expanded to e4m3 once a step, cuBLASLt with vector scales
  *   the same, resident         17..W4A8_MAX_RESIDENT, more: the same, but what lies in memory is not expanded (cuda_resident.c)
@@ -12,7 +11,6 @@
  */
 #include "backend/cuda/cuda_internal.h"
 
-#define S8_FEW 8              /* a step of one token gains nothing, of more it loses */
 #define W4A8_MAX 256          /* where e4m3 would have to be expanded first */
 #define W4A8_MAX_RESIDENT 128 /* where it lies in memory */
 #define FEW_ROWS 64           /* f16 so few is multiplied as it is */
@@ -25,13 +23,6 @@ static void *frag_buffer(const struct backend_program *p, int32_t cols, int32_t 
   const int32_t i = m == 1 ? 0 : m == 8 ? 1 : 2;
   const struct program_dims *d = &p->program->dims;
   return cols == d->n_embd ? p->frag_e[i] : cols == d->n_heads * d->head_dim ? p->frag_a[i] : p->frag_f[i];
-}
-
-enum k_frag cuda_frag_form(const struct backend_program *p, const struct cuda_weight *w, int32_t n)
-{
-  /* A rank's inputs come from all-reduces, which write f16. */
-  const bool may_round = n > 1 && n <= S8_FEW && p->is_g128 && p->backend->recipe != CUDA_RECIPE_W4A16 && w->act == NULL && p->comm == NULL;
-  return may_round && w->form == CUDA_W4 && w->format == K_W4_G128 && w->cols % K_FRAG8_GROUP == 0 ? K_FRAG_S8 : K_FRAG_F16;
 }
 
 struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_weight *w, int32_t n)

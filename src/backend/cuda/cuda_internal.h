@@ -112,7 +112,6 @@ struct backend_program {
   float *final_gain;
   struct k_rope rope;
   bool has_e4m3;                    /* cuBLASLt multiplies e4m3 with a scale per row and per token here */
-  bool is_g128;                     /* all layers' weights are in groups of 128 */
   bool is_fast;                     /* layers all packed 4-bit and sm_90: the fast path exists */
   int32_t max_tokens, max_rows, max_pages; /* T, S and R, pages of a sequence */
   struct cuda_inputs decode, general;
@@ -120,8 +119,7 @@ struct backend_program {
   struct k_sample_row *sample_rows; /* [R] */
   int32_t *sampled;                 /* [R] of the last sampled batch, until the next one's end */
   float *h;                         /* [T][E] */
-  void *frag_e[3], *frag_a[3], *frag_f[3]; /* f16, m = 1, 8, 16 */
-  void *frag8_e, *frag8_a;          /* 8-bit, m = 8; apart from the others, for padding columns are zeroed once */
+  void *frag_e[3], *frag_a[3], *frag_f[3]; /* m = 1, 8, 16 */
   float *ssq[3];
   void *act, *qkv, *q, *attn, *gate_up, *expanded;
   float *act_scale, *gate_up_scale, *slabs;
@@ -230,8 +228,6 @@ enum sits_status cuda_make_slots(struct backend_program *p, struct sits_error *e
 enum cuda_gemm_output { CUDA_GEMM_F16, CUDA_GEMM_F32, CUDA_GEMM_SLABS, CUDA_GEMM_SWIGLU };
 /* How a step of n rows multiplies this weight: the form its activations must be in. */
 struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_weight *w, int32_t n);
-/* How a fast step of n rows multiplies it: with 8-bit activations where that is faster, unless recipe or file say otherwise. */
-enum k_frag cuda_frag_form(const struct backend_program *p, const struct cuda_weight *w, int32_t n);
 /* y: f16 or f32 [n][rows]; SLABS: into p->slabs, *n_slabs of them; SWIGLU: p->gate_up as *source says (products or pairs). */
 enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
                            enum cuda_gemm_output output,

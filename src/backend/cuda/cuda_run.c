@@ -43,12 +43,9 @@ bool cuda_has_fast_decode(const struct backend_program *p, const struct backend_
   return p->backend->compute_major == 9 && k_attn_decode_takes(kv->codec, d->head_dim, d->n_heads, d->n_kv_heads);
 }
 
-/* Fragments of m tokens; m = 0: rows. */
-struct fragments { void *data; int32_t m; enum k_frag form; };
-
 /* q: rotated queries, the tokens being appended already; NULL: everything from qkv in one kernel, the one for few sequences if is_few. */
 static enum sits_status decode_attention(struct backend_program *p, const struct k_kv_view *view, const struct cuda_layer *layer,
-                                         const void *q, const struct k_projections *qkv, bool is_few, const struct fragments *to,
+                                         const void *q, const struct k_projections *qkv, bool is_few, int32_t frag_m, void *out,
                                          struct k_stream at)
 {
   const struct k_attn_decode a = {.kv = *view,
@@ -58,9 +55,8 @@ static enum sits_status decode_attention(struct backend_program *p, const struct
                                   .q_gain = layer->q_gain,
                                   .k_gain = layer->k_gain,
                                   .eps = p->program->dims.rms_eps,
-                                  .out = to->m ? to->data : p->attn,
-                                  .frag_m = to->m,
-                                  .frag_form = to->form,
+                                  .out = out,
+                                  .frag_m = frag_m,
                                   .cut = p->attn_cut,
                                   .workspace = p->attn_workspace,
                                   .counters = p->attn_counters};
@@ -161,15 +157,9 @@ static bool has_single(const struct cuda_step *step)
   return false;
 }
 
-/* Whether one kernel rotates, appends and attends. */
-static bool has_fused_attention(const struct backend_program *p, const struct backend_kv *kv, const struct cuda_step *step)
-{
-  return step->is_decode && cuda_has_fast_decode(p, kv);
-}
-
-/* p->qkv (or n_slabs sums in p->slabs) -> rows in p->attn, or fragments. */
+/* p->qkv (or n_slabs sums in p->slabs) -> rows in p->attn, or fragments in frag_a when frag_m > 0. */
 static enum sits_status attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, int32_t l,
-                                  int32_t n_slabs, const struct fragments *to, struct k_stream at)
+                                  int32_t n_slabs, int32_t frag_m, void *frag, struct k_stream at)
 {
   const struct cuda_layer *layer = &p->layers[l];
   const struct k_kv_view view = view_of(p, kv, step, l);
@@ -179,7 +169,8 @@ static enum sits_status attention(struct backend_program *p, struct backend_kv *
                                     .bias = layer->qkv->bias,
                                     .n_slabs = n_slabs,
                                     .slab_stride = (int64_t)step->n_tokens * layer->qkv->rows};
-  if (has_fused_attention(p, kv, step)) return decode_attention(p, &view, layer, NULL, &qkv, step->is_few, to, at);
+  if (step->is_decode && has_fast_decode)
+    return decode_attention(p, &view, layer, NULL, &qkv, step->is_few, frag_m, frag_m ? frag : p->attn, at);
   const struct k_rope_append append = {.kv = view,
                                        .rope = p->rope,
                                        .qkv = qkv,
@@ -192,21 +183,19 @@ static enum sits_status attention(struct backend_program *p, struct backend_kv *
   if (kv->open != NULL) LAUNCH(sits_k_kv_fold(&view, at));
   if (k_attn_prefill_takes(view.head_dim)) {
     TRY(gathered_attention(p, kv, step, &view, has_fast_decode, at));
-    if (has_fast_decode && has_single(step)) TRY(decode_attention(p, &view, layer, p->q, &qkv, false, &(struct fragments){0}, at));
+    if (has_fast_decode && has_single(step)) TRY(decode_attention(p, &view, layer, p->q, &qkv, false, 0, p->attn, at));
   } else {
     const struct k_attn_any any = {view, p->q, p->attn};
     LAUNCH(sits_k_attn_any(&any, at));
   }
-  if (to->m == 0) return SITS_OK;
+  if (frag_m == 0) return SITS_OK;
   const int32_t width = view.n_heads * view.head_dim;
-  const struct k_convert convert = {K_SRC_F16, p->attn, width, step->n_tokens, width, {K_ACT_FRAG_F16, to->data, NULL, to->m}};
+  const struct k_convert convert = {K_SRC_F16, p->attn, width, step->n_tokens, width, {K_ACT_FRAG_F16, frag, NULL, frag_m}};
   LAUNCH(sits_k_convert(&convert, at));
   return SITS_OK;
 }
 
-/* to: fragments of h times the first norm's gain; NULL: none. */
-static enum sits_status embed(struct backend_program *p, const struct cuda_step *step, int32_t frag_i, const struct fragments *to,
-                              struct k_stream at)
+static enum sits_status embed(struct backend_program *p, const struct cuda_step *step, int32_t frag_i, int32_t frag_m, struct k_stream at)
 {
   const struct program_dims *d = &p->program->dims;
   struct k_embed a = {.tokens = step->in->tokens,
@@ -221,8 +210,8 @@ static enum sits_status embed(struct backend_program *p, const struct cuda_step 
                       .h = p->h};
   if (p->comm != NULL) { /* a rank's rows; the sum over ranks becomes h */
     a.n_rows = p->embed->rows, a.first = d->rank * a.n_rows, a.h = p->slabs;
-  } else if (to != NULL) {
-    a.frag_m = to->m, a.next = to->data, a.next_form = to->form, a.gain = p->layers[0].attn_gain;
+  } else if (frag_m > 0) {
+    a.frag_m = frag_m, a.next = p->frag_e[frag_i], a.gain = p->layers[0].attn_gain;
     a.ssq = p->ssq[frag_i], a.n_ssq = k_w4a16_ssq_parts(d->n_embd);
   }
   LAUNCH(sits_k_embed(&a, at));
@@ -254,29 +243,11 @@ static enum sits_status head(struct backend_program *p, const struct cuda_step *
   return cuda_gemm(p, p->head, step->n_rows, &x, CUDA_GEMM_F32, head_logits(p), NULL, NULL, at);
 }
 
-/* The fast path's input of a weight, in the form that it is multiplied with. */
-static struct fragments input_of(const struct backend_program *p, const struct cuda_weight *w, void *f16, void *s8, int32_t m)
-{
-  const enum k_frag form = cuda_frag_form(p, w, m);
-  return (struct fragments){form == K_FRAG_S8 ? s8 : f16, m, form};
-}
-
 /* One GEMM of the fast path; the caller sets output, y, ld, next, gain. */
-static struct k_w4a16 fast_gemm(const struct cuda_weight *w, int32_t n_tokens, const struct fragments *x)
+static struct k_w4a16 fast_gemm(const struct cuda_weight *w, int32_t n_tokens, const void *x)
 {
-  return (struct k_w4a16){.weight = w->data,
-                          .format = w->format,
-                          .rows = w->rows,
-                          .cols = w->cols,
-                          .n_tokens = n_tokens,
-                          .x = x->data,
-                          .x_form = x->form,
-                          .bias = w->bias};
-}
-
-static void with_next(struct k_w4a16 *a, enum k_w4_output output, const struct fragments *next)
-{
-  a->output = output, a->next = next->data, a->next_form = next->form;
+  return (struct k_w4a16){
+      .weight = w->data, .format = w->format, .rows = w->rows, .cols = w->cols, .n_tokens = n_tokens, .x = x, .bias = w->bias};
 }
 
 static void with_norm(struct k_w4a16 *a, const struct backend_program *p, int32_t i)
@@ -287,25 +258,23 @@ static void with_norm(struct k_w4a16 *a, const struct backend_program *p, int32_
   a->eps = p->program->dims.rms_eps;
 }
 
-static void with_residual(struct k_w4a16 *a, const struct backend_program *p, int32_t i, const struct fragments *next, const float *gain)
+static void with_residual(struct k_w4a16 *a, const struct backend_program *p, int32_t i, const float *gain)
 {
-  with_next(a, K_OUT_RESIDUAL, next);
-  a->y = p->h, a->ld = p->program->dims.n_embd;
-  a->gain = gain, a->ssq = p->ssq[i];
+  a->output = K_OUT_RESIDUAL, a->y = p->h, a->ld = p->program->dims.n_embd;
+  a->next = p->frag_e[i], a->gain = gain, a->ssq = p->ssq[i];
 }
 
 /* o and down of the fast path: their sums join the residual stream, and the next norm's fragments follow. */
-static enum sits_status join(struct backend_program *p, struct k_w4a16 *a, int32_t i, const struct fragments *to, const float *gain,
-                             struct k_stream at)
+static enum sits_status join(struct backend_program *p, struct k_w4a16 *a, int32_t i, const float *gain, struct k_stream at)
 {
-  const int32_t n = a->n_tokens;
+  const int32_t n = a->n_tokens, m = k_w4a16_tokens(n);
   if (p->comm == NULL)
-    with_residual(a, p, i, to, gain);
+    with_residual(a, p, i, gain);
   else
     a->output = K_OUT_F32, a->y = p->slabs, a->ld = a->rows;
   LAUNCH(sits_k_w4a16(a, p->backend->n_sm, at));
   if (p->comm == NULL) return SITS_OK;
-  const struct k_act next = {.form = K_ACT_FRAG_F16, .data = to->data, .tile = to->m};
+  const struct k_act next = {.form = K_ACT_FRAG_F16, .data = p->frag_e[i], .tile = m};
   return cuda_comm_reduce(p, n, 1, gain, &next, at);
 }
 
@@ -317,37 +286,26 @@ static enum sits_status run_fast(struct backend_program *p, struct backend_kv *k
                              : 2,
                 n_layers = p->program->dims.n_layers, n_sm = p->backend->n_sm;
   const bool is_normed = p->comm != NULL; /* by the all-reduces, the embedding's too */
-  struct fragments x = input_of(p, p->layers[0].qkv, p->frag_e[i], p->frag8_e, m); /* of the next GEMM that follows a norm */
-  TRY(embed(p, step, i, &x, at));
-  if (is_normed) {
-    const struct k_act normed = {.form = K_ACT_FRAG_F16, .data = x.data, .tile = m};
-    TRY(cuda_comm_reduce(p, n, COMM_EMBED, p->layers[0].attn_gain, &normed, at));
-  }
+  const struct k_act normed = {.form = K_ACT_FRAG_F16, .data = p->frag_e[i], .tile = m};
+  TRY(embed(p, step, i, m, at));
+  if (is_normed) TRY(cuda_comm_reduce(p, n, COMM_EMBED, p->layers[0].attn_gain, &normed, at));
   for (int32_t l = 0; l < n_layers; l++) {
     const struct cuda_layer *layer = &p->layers[l];
-    struct k_w4a16 qkv = fast_gemm(layer->qkv, n, &x);
+    struct k_w4a16 qkv = fast_gemm(layer->qkv, n, p->frag_e[i]), o = fast_gemm(layer->o, n, p->frag_a[i]),
+                   gate_up = fast_gemm(layer->gate_up, n, p->frag_e[i]), down = fast_gemm(layer->down, n, p->frag_f[i]);
     if (!is_normed) with_norm(&qkv, p, i);
     qkv.output = K_OUT_F16, qkv.y = p->qkv, qkv.ld = layer->qkv->rows;
-    LAUNCH(sits_k_w4a16(&qkv, n_sm, at));
-    struct fragments heads = input_of(p, layer->o, p->frag_a[i], p->frag8_a, m);
-    if (!has_fused_attention(p, kv, step) || !step->is_few) /* only the kernel for few sequences writes 8 bits */
-      heads = (struct fragments){p->frag_a[i], m, K_FRAG_F16};
-    TRY(attention(p, kv, step, l, 0, &heads, at));
-    struct k_w4a16 o = fast_gemm(layer->o, n, &heads);
-    x = input_of(p, layer->gate_up, p->frag_e[i], p->frag8_e, m);
-    TRY(join(p, &o, i, &x, layer->ffn_gain, at));
-    struct k_w4a16 gate_up = fast_gemm(layer->gate_up, n, &x);
-    const struct fragments products = {p->frag_f[i], m, K_FRAG_F16}; /* a tile of gate and up has half a group of columns only */
     if (!is_normed) with_norm(&gate_up, p, i);
-    with_next(&gate_up, K_OUT_SWIGLU, &products);
+    gate_up.output = K_OUT_SWIGLU, gate_up.next = p->frag_f[i];
+    LAUNCH(sits_k_w4a16(&qkv, n_sm, at));
+    TRY(attention(p, kv, step, l, 0, m, p->frag_a[i], at));
+    TRY(join(p, &o, i, layer->ffn_gain, at));
     LAUNCH(sits_k_w4a16(&gate_up, n_sm, at));
-    struct k_w4a16 down = fast_gemm(layer->down, n, &products);
-    x = input_of(p, l + 1 < n_layers ? p->layers[l + 1].qkv : p->head, p->frag_e[i], p->frag8_e, m);
-    TRY(join(p, &down, i, &x, l + 1 < n_layers ? p->layers[l + 1].attn_gain : p->final_gain, at));
+    TRY(join(p, &down, i, l + 1 < n_layers ? p->layers[l + 1].attn_gain : p->final_gain, at));
   }
   if (step->n_rows == 0) return SITS_OK;
   if (!step->is_decode || p->head->form != CUDA_W4 || !p->head->has_plain_input) return head(p, step, 0, at);
-  struct k_w4a16 logits = fast_gemm(p->head, n, &x);
+  struct k_w4a16 logits = fast_gemm(p->head, n, p->frag_e[i]);
   if (p->comm == NULL) with_norm(&logits, p, i);
   logits.output = K_OUT_F32, logits.y = head_logits(p), logits.ld = p->head->rows;
   LAUNCH(sits_k_w4a16(&logits, n_sm, at));
@@ -381,14 +339,14 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
   const int32_t n = step->n_tokens, heads = d->n_heads * d->head_dim;
   const int32_t first = step->span != NULL ? step->span->from : 0, end = step->span != NULL ? step->span->to : d->n_layers;
   int32_t n_slabs = step->span != NULL ? step->span->n_slabs : p->comm != NULL ? COMM_EMBED : 0;
-  if (first == 0) TRY(embed(p, step, 0, NULL, at));
+  if (first == 0) TRY(embed(p, step, 0, 0, at));
   for (int32_t l = first; l < end; l++) {
     const struct cuda_layer *layer = &p->layers[l];
     struct k_act x = cuda_act_form(p, layer->qkv, n);
     TRY(norm(p, step, n_slabs, layer->attn_gain, &x, at));
     const bool is_split = x.form == K_ACT_TILE_S8 || x.form == K_ACT_GROUP_S8;
     TRY(cuda_gemm(p, layer->qkv, n, &x, is_split ? CUDA_GEMM_SLABS : CUDA_GEMM_F16, p->qkv, &n_slabs, NULL, at));
-    TRY(attention(p, kv, step, l, is_split ? n_slabs : 0, &(struct fragments){0}, at));
+    TRY(attention(p, kv, step, l, is_split ? n_slabs : 0, 0, NULL, at));
     x = cuda_act_form(p, layer->o, n);
     if (x.form == K_ACT_ROW_F16 && layer->o->has_plain_input && heads % K_GROUP == 0)
       x.data = p->attn;

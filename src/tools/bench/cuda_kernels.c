@@ -165,12 +165,11 @@ struct decode_arg {
   bool has_attention;
   int32_t context;
   enum k_kv_codec codec;
-  enum k_frag form; /* of activations of few tokens */
 }; /* which: 0..3 one GEMM, 4 head, 5 the chain */
 
 static struct k_stream at_of(const struct lab *lab, bool pdl) { return (struct k_stream){(struct CUstream_st *)lab->stream, pdl}; }
 
-static void launch_w4a16(struct lab *lab, int layer, int which, int32_t n, enum k_frag form, bool pdl)
+static void launch_w4a16(struct lab *lab, int layer, int which, int32_t n, bool pdl)
 {
   struct k_w4a16 a = {.weight = which == 4 ? lab->head : lab->weight[layer][which],
                       .rows = which == 4 ? V : rows_of[which],
@@ -179,8 +178,6 @@ static void launch_w4a16(struct lab *lab, int layer, int which, int32_t n, enum 
                       .x = lab->frag[which == 3   ? 2
                                      : which == 1 ? 1
                                                   : 0],
-                      .x_form = which == 3 ? K_FRAG_F16 : form, /* what gate_up can write */
-                      .next_form = which == 2 ? K_FRAG_F16 : form,
                       .x_width = E,
                       .eps = 1e-5f,
                       .x_n_ssq = E / 32};
@@ -222,10 +219,8 @@ static void launch_cut(struct lab *lab, enum k_kv_codec codec, int32_t n_seqs, i
   if (!k_attn_few_suits(lab->n_sm, n_seqs, G, context)) check(lab, sits_k_attn_cut(&view, lab->cut, lab->n_sm, at_of(lab, pdl)), "cut");
 }
 
-static void launch_attention(struct lab *lab, int layer, const struct decode_arg *arg, int32_t frag_m, bool pdl)
+static void launch_attention(struct lab *lab, int layer, enum k_kv_codec codec, int32_t n_seqs, int32_t context, int32_t frag_m, bool pdl)
 {
-  const int32_t n_seqs = arg->n_tokens, context = arg->context;
-  const enum k_kv_codec codec = arg->codec;
   const struct k_attn_decode a = {.kv = view_of(lab, layer, codec, n_seqs),
                                   .rope = {lab->gain, 1.f, D, false},
                                   .qkv = {.rows = lab->wide},
@@ -233,7 +228,6 @@ static void launch_attention(struct lab *lab, int layer, const struct decode_arg
                                   .out = frag_m ? lab->frag[1] : lab->wide,
                                   .frag_m = frag_m,
                                   .cut = lab->cut,
-                                  .frag_form = arg->form,
                                   .workspace = lab->workspace,
                                   .counters = lab->counters};
   check(lab, k_attn_few_suits(lab->n_sm, n_seqs, G, context) ? sits_k_attn_few(&a, lab->n_sm, at_of(lab, pdl))
@@ -245,17 +239,18 @@ static void decode_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
   if (a->which == 4) {
-    for (int l = 0; l < 4; l++) launch_w4a16(lab, 0, 4, a->n_tokens, a->form, pdl);
+    for (int l = 0; l < 4; l++) launch_w4a16(lab, 0, 4, a->n_tokens, pdl);
     return;
   }
   if (a->which == 5 && a->has_attention) launch_cut(lab, a->codec, a->n_tokens, a->context, pdl);
   for (int l = 0; l < LAYERS; l++)
     for (int i = 0; i < 4; i++) {
       if (a->which != 5 && a->which != i) continue;
-      launch_w4a16(lab, l, i, a->n_tokens, a->form, pdl);
-      if (a->which == 5 && i == 0 && a->has_attention) launch_attention(lab, l, a, k_w4a16_tokens(a->n_tokens), pdl);
+      launch_w4a16(lab, l, i, a->n_tokens, pdl);
+      if (a->which == 5 && i == 0 && a->has_attention)
+        launch_attention(lab, l, a->codec, a->n_tokens, a->context, k_w4a16_tokens(a->n_tokens), pdl);
     }
-  if (a->which == 5) launch_w4a16(lab, 0, 4, a->n_tokens, a->form, pdl);
+  if (a->which == 5) launch_w4a16(lab, 0, 4, a->n_tokens, pdl);
 }
 
 /* n sequences of `context` tokens, or of 1 to twice as many, with pages in scattered order. Returns the tokens of all. */
@@ -280,31 +275,26 @@ static double set_batch(struct lab *lab, int32_t n, int32_t context, bool is_rag
   return tokens;
 }
 
-static void few_tokens_of(struct lab *lab, int32_t n, enum k_frag form)
-{
-  const char *x = form == K_FRAG_S8 ? "few s8" : "few f16";
-  char name[64];
-  double all = (double)weight_bytes(V, E);
-  for (int i = 0; i < 5; i++) {
-    const struct decode_arg arg = {.n_tokens = n, .which = i, .form = form};
-    const double bytes = i == 4 ? (double)weight_bytes(V, E) : (double)weight_bytes(rows_of[i], cols_of[i]);
-    snprintf(name, sizeof name, "%s T=%d %s", x, n, i == 4 ? "lm_head" : name_of[i]);
-    report(lab, name, decode_body, &arg, i == 4 ? 4 : LAYERS, bytes, 0);
-    if (i < 4) all += LAYERS * bytes;
-  }
-  const struct decode_arg chain = {.n_tokens = n, .which = 5, .form = form}, with = {n, 5, true, 1024, K_KV_INT4, form};
-  snprintf(name, sizeof name, "%s T=%d all GEMMs of a step", x, n);
-  report(lab, name, decode_body, &chain, 1, all, 0);
-  (void)set_batch(lab, n, 1024, false);
-  snprintf(name, sizeof name, "%s T=%d with attention at 1024", x, n);
-  report(lab, name, decode_body, &with, 1, all + (double)n * 1024 * 36864, 0);
-}
-
 static void few_tokens(struct lab *lab)
 {
+  char name[64];
   static const int32_t tokens[] = {1, 8, 16};
-  for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++)
-    for (int f = 0; f <= (tokens[t] == 8); f++) few_tokens_of(lab, tokens[t], (enum k_frag)f);
+  for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
+    double all = (double)weight_bytes(V, E);
+    for (int i = 0; i < 5; i++) {
+      const struct decode_arg arg = {tokens[t], i, false, 0};
+      const double bytes = i == 4 ? (double)weight_bytes(V, E) : (double)weight_bytes(rows_of[i], cols_of[i]);
+      snprintf(name, sizeof name, "w4a16 T=%d %s", tokens[t], i == 4 ? "lm_head" : name_of[i]);
+      report(lab, name, decode_body, &arg, i == 4 ? 4 : LAYERS, bytes, 0);
+      if (i < 4) all += LAYERS * bytes;
+    }
+    const struct decode_arg chain = {tokens[t], 5, false, 0}, with = {tokens[t], 5, true, 1024, K_KV_INT4};
+    snprintf(name, sizeof name, "w4a16 T=%d all GEMMs of a step", tokens[t]);
+    report(lab, name, decode_body, &chain, 1, all, 0);
+    (void)set_batch(lab, tokens[t], 1024, false);
+    snprintf(name, sizeof name, "the same with attention at 1024");
+    report(lab, name, decode_body, &with, 1, all + (double)tokens[t] * 1024 * 36864, 0);
+  }
 }
 
 /* ---- decode attention ---- */
@@ -313,7 +303,7 @@ static void attention_body(struct lab *lab, const void *arg, bool pdl)
 {
   const struct decode_arg *a = arg;
   launch_cut(lab, a->codec, a->n_tokens, a->context, pdl);
-  for (int l = 0; l < LAYERS; l++) launch_attention(lab, l, a, 0, pdl);
+  for (int l = 0; l < LAYERS; l++) launch_attention(lab, l, a->codec, a->n_tokens, a->context, 0, pdl);
 }
 
 /* The groups of all layers that a step of so many sequences ends: here, all of them. */
@@ -418,7 +408,7 @@ static void layer_body(struct lab *lab, const void *arg, bool pdl)
       else
         launch_norm(lab, a->n_tokens, pdl);
       launch_w4a8(lab, l, i, false, a->n_tokens, pdl);
-      if (i == 0 && a->has_attention) launch_attention(lab, l, a, 0, pdl);
+      if (i == 0 && a->has_attention) launch_attention(lab, l, a->codec, a->n_tokens, a->context, 0, pdl);
     }
 }
 
