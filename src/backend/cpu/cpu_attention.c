@@ -44,9 +44,8 @@ struct chunk { int32_t index, n_pages, n_lanes, at[CPU_CHUNK_PAGES]; const unsig
 
 static bool is_measured(const struct item *it) { return it->blocks != NULL && it->blocks->given != NULL; }
 
-/* Blocks of the batch: a sequence's tokens in blocks of at most block_tokens, those of a draft in n_parts of about equal size. Returns the
- * rows of all heads. */
-static int32_t cut_blocks(struct backend_program *p, int32_t n_parts)
+/* Blocks of the batch: a sequence's tokens in blocks of at most block_tokens, those of a draft in n_parts of about equal size. */
+static void cut_blocks(struct backend_program *p, int32_t n_parts)
 {
   struct cpu_batch *batch = &p->batch;
   const struct backend_batch *in = batch->in;
@@ -60,7 +59,6 @@ static int32_t cut_blocks(struct backend_program *p, int32_t n_parts)
       batch->blocks[batch->n_blocks++] = (struct cpu_block){s, t, t1};
     }
   }
-  return in->n_tokens * p->program->dims.n_heads;
 }
 
 /* What the worker with most to do has in its share of the items: tokens times rows, reading a token counting as much as READ_ROWS rows and
@@ -90,9 +88,10 @@ void cpu_attention_plan(struct backend_program *p)
 {
   struct cpu_batch *batch = &p->batch;
   const struct backend_batch *in = batch->in;
-  const int32_t n_rows = cut_blocks(p, 1), n_workers = p->backend->n_threads;
+  const int32_t n_rows = in->n_tokens * p->program->dims.n_heads, n_workers = p->backend->n_threads;
   const bool is_draft = in->n_tokens > in->n_seqs && in->n_tokens <= in->n_seqs * p->block_tokens;
   int32_t longest = 0, best_parts = 1;
+  cut_blocks(p, 1);
   for (int32_t i = 0; i < batch->n_blocks; i++) longest = most(longest, in->positions[batch->blocks[i].t1 - 1] + 1);
   batch->n_chunks = (longest + CPU_CHUNK_TOKENS - 1) / CPU_CHUNK_TOKENS;
   const bool is_few = n_workers > 1 && batch->n_blocks * p->program->dims.n_kv_heads < 4 * n_workers;

@@ -25,9 +25,9 @@
 #define BACK_OFF_US 50000
 
 #define LOOK_INTERVAL_MS 20               /* at health, and at connections of which no key is known yet */
-#define UNBEGUN_FREE (INT64_C(128) << 10) /* what one may have sent: headers, and of a message its first window (64 KiB) */
-#define UNBEGUN_CALL 512                  /* what a call adds to that: its headers and a small message */
-#define UNBEGUN_BYTES (INT64_C(16) << 20) /* that all which sent more may have sent together */
+#define UNKNOWN_FREE (INT64_C(128) << 10) /* what one may have sent: headers, and of a message its first window (64 KiB) */
+#define UNKNOWN_CALL 512                  /* what a call adds to that: its headers and a small message */
+#define UNKNOWN_BYTES (INT64_C(16) << 20) /* that all which sent more may have sent together */
 #define MOST_DISCARDS 64                  /* reads */
 #define MOST_CALLS (2 * RPC_STREAMS_PER_CONNECTION) /* of a connection at once: as many streams may be open, others may be ending */
 
@@ -37,7 +37,7 @@ struct rpc_connection {
   bool is_known;                          /* a call came on it with a right key, or where no key is asked */
   bool is_cut;
   int64_t n_allowed;                      /* bytes that its calls account for */
-  int64_t n_received;                     /* bytes beyond these at the last look, 0 up to UNBEGUN_FREE; only of those that are not known */
+  int64_t n_received;                     /* bytes beyond these at the last look, 0 up to UNKNOWN_FREE; only of those that are not known */
   int64_t second, n_taken_back;           /* calls taken back in that second of the monotonic clock */
   int64_t n_calls;                        /* begun and not freed */
 };
@@ -89,7 +89,7 @@ static void allow_call_locked(struct rpc_connection *connection)
 {
   if (connection->is_known || !is_open(connection)) return;
   const int64_t n_received = bytes_received(connection);
-  const int64_t n_allowed = connection->n_allowed + UNBEGUN_CALL;
+  const int64_t n_allowed = connection->n_allowed + UNKNOWN_CALL;
   connection->n_allowed = n_allowed < n_received ? n_allowed : n_received;
 }
 
@@ -150,17 +150,17 @@ static bool look_at_unknown(struct rpc_server *server)
     connection->n_received = 0;
     if (connection->is_known || connection->is_cut || !is_open(connection)) continue;
     connection->n_received = bytes_received(connection) - connection->n_allowed;
-    if (connection->n_received <= UNBEGUN_FREE) connection->n_received = 0;
+    if (connection->n_received <= UNKNOWN_FREE) connection->n_received = 0;
     n_bytes += connection->n_received;
     n_unknown++;
   }
-  while (n_bytes > UNBEGUN_BYTES) {
+  while (n_bytes > UNKNOWN_BYTES) {
     struct rpc_connection *most = &server->connections[0];
     for (int i = 1; i < server->n_connections; i++)
       if (server->connections[i].n_received > most->n_received) most = &server->connections[i];
     n_bytes -= most->n_received;
     most->n_received = 0;
-    cut_locked(most, "it sends much and begins no call");
+    cut_locked(most, "it sends much without a call that is let in");
   }
   pthread_mutex_unlock(&server->connection_mutex);
   return n_unknown > 0;

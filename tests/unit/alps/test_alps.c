@@ -387,6 +387,16 @@ static void test_stall_on_noisy_device(void **state)
   }
 }
 
+/* Costs of a GPU: steps that are long however few their tokens are, and prompts that are cheap beside them. */
+static void cost_as_gpu(struct device *d)
+{
+  d->fixed_us = 2500;
+  d->seq_us = 20;
+  d->token_us = 14;
+  d->depth_us = 0.5;
+  d->noise = 0.01;
+}
+
 /* A device on which a long chunk is cheaper by the token, beside decodes or not, and slices pay where chunks fit too: one long prompt, then
  * many that end in the middle of a step's time. */
 static void test_slices_by_rate(void **state)
@@ -399,12 +409,8 @@ static void test_slices_by_rate(void **state)
     options.slices_by_rate = by_rate;
     options.max_seqs = 48;
     struct device *d = open_device(options);
-    d->fixed_us = 2500;
-    d->seq_us = 20;
-    d->token_us = 14;
-    d->depth_us = 0.5;
+    cost_as_gpu(d);
     d->history_us = 150;
-    d->noise = 0.01;
     for (int i = 0; i < 16; i++) send(d, 200, 3000, 1, 0);
     for (int i = 0; i < 300; i++) step(d, &plan);
     d->n_gaps = 0;
@@ -438,11 +444,7 @@ static void test_captures_leave_no_room(void **state)
     options.slices_by_rate = true;
     options.tile_tokens = 128;
     struct device *d = open_device(options);
-    d->fixed_us = 2500;
-    d->seq_us = 20;
-    d->token_us = 14;
-    d->depth_us = 0.5;
-    d->noise = 0.01;
+    cost_as_gpu(d);
     d->capture_us = 2500;
     d->tells_captures = tells;
     for (int i = 0; i < 16; i++) send(d, 200, i < 8 ? 200 + 10 * i : 3000, 1, 0);
