@@ -131,6 +131,7 @@ void alps_enqueue(struct alps *alps, int32_t id, const struct alps_request *requ
   wake_class(alps, request->service_class);
   *e = (struct alps_entry){.state = ALPS_WAITING, .request = *request, .n_prompt = request->n_known, .run_at = -1,
                            .order = alps->next_order++};
+  e->family = e->order;
   e->tenant = alps_tenant_acquire(alps, request->tenant, request->service_class);
   alps_queue_add(alps, id);
 }

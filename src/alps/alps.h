@@ -148,7 +148,8 @@ void alps_drop_plan(struct alps *alps);
  * has_time: what is left of the step's time goes to other prompts, as a new slice or as items behind the decodes. True: plan->slice is to
  * be run; else there is none any more. Only where slices_by_rate, or behind the items, where the same prompt alone may go on. */
 bool alps_plan_more(struct alps *alps, int32_t n_available, bool has_time, alps_admit_fn admit, void *user, struct alps_plan *plan);
-/* After the step: the entry's counts. copy_pages: pages its next write needs beyond new ones, as kv_extra. */
+/* After the step: the entry's counts. copy_pages: pages its next write needs beyond new ones, as kv_extra; entries that alps_fork made of
+ * one are taken to share them. */
 void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_computed, int32_t n_pages, int32_t copy_pages);
 /* The same for copy_pages alone: another sequence has left the pages that it shared with the entry's. */
 void alps_update_copies(struct alps *alps, int32_t id, int32_t copy_pages);

@@ -22,6 +22,7 @@ struct alps_entry {
   int32_t n_charged;            /* computed tokens that its tenant has been charged */
   int32_t run_at;               /* place in alps.running */
   uint64_t order;               /* of arrival, unique */
+  uint64_t family;              /* the same for all that were forked from one */
   uint64_t admitted;            /* of admission, unique */
   const float *chance;          /* [n_draft] that a drafted token is right */
   bool is_held, was_preempted;

@@ -180,15 +180,51 @@ static double verify_us(const struct alps *alps, const struct alps_cost_work *wo
   return us > 0 ? us : alps_cost_predict(&alps->cost, work);
 }
 
-/* How many drafted tokens to verify, so that the step's sequences get most tokens for its time. */
-static int32_t choose_draft(const struct planner *p, const struct alps_entry *e)
+static bool is_planned(const struct alps_plan *plan, int32_t id)
+{
+  for (int32_t i = 0; i < plan->n_items; i++) {
+    if (plan->items[i].id == id) return true;
+  }
+  return false;
+}
+
+/* Pages that a decode takes beyond those of its new positions. Forks that leave the pages which they share in one step leave them to the
+ * last one, which copies nothing; under a page budget what it drops is its own then, and a page becomes free. Forks that are further have
+ * left already; where one is behind, it keeps the pages shared. */
+static int32_t copies_of(const struct planner *p, int32_t id)
 {
   const struct alps *alps = p->alps;
+  const struct alps_options *o = &alps->options;
+  const struct alps_entry *e = &alps->entries[id];
+  const bool drops = o->page_budget > 0 && e->n_computed % o->page_tokens == 0 && e->n_computed / o->page_tokens >= o->page_budget;
+  int32_t n_others = 0;
+  if (e->copy_pages < (drops ? 0 : 1)) return e->copy_pages;
+  for (int32_t i = 0; i < alps->n_running; i++) {
+    const struct alps_entry *other = &alps->entries[alps->running[i]];
+    if (other == e || other->family != e->family || other->n_computed > e->n_computed) continue;
+    if (other->n_computed < e->n_computed || !is_planned(p->plan, alps->running[i])) return e->copy_pages;
+    n_others++;
+  }
+  return n_others == 0 ? e->copy_pages : -(int32_t)drops;
+}
+
+/* Pages that a decode of n_tokens takes. */
+static int32_t decode_need(const struct planner *p, int32_t id, int32_t n_tokens)
+{
+  const struct alps_entry *e = &p->alps->entries[id];
+  return page_need(p->alps, e, n_tokens) - e->copy_pages + copies_of(p, id);
+}
+
+/* How many drafted tokens to verify, so that the step's sequences get most tokens for its time. */
+static int32_t choose_draft(const struct planner *p, int32_t id)
+{
+  const struct alps *alps = p->alps;
+  const struct alps_entry *e = &alps->entries[id];
   int32_t most = e->n_draft, best = 0, n_decode = alps->n_running - alps->n_prefill, n_others = n_decode > 1 ? n_decode - 1 : 0;
   int32_t n_tokens = p->plan->n_tokens - p->plan->n_items + n_others + 1; /* drafts so far, everybody's next */
   if (most > p->tokens_left - 1) most = p->tokens_left - 1;
   if (most > p->rows_left - 1) most = p->rows_left - 1;
-  if (most <= 0 || page_need(alps, e, 1 + most) > p->n_available) return 0;
+  if (most <= 0 || decode_need(p, id, 1 + most) > p->n_available) return 0;
   struct alps_cost_work work = p->plan->work;
   alps_cost_add_decode(&work, e->request.n_known);
   work.n_decode = n_others + 1;
@@ -222,9 +258,9 @@ static bool plan_decodes(struct planner *p)
     int32_t id = alps->running[i];
     struct alps_entry *e = &alps->entries[id];
     if (e->is_held || !alps_is_decoding(e) || !decodes[e->request.service_class]) continue;
-    if (page_need(alps, e, 1) > p->n_available) return false;
-    int32_t n_draft = e->n_draft > 0 ? choose_draft(p, e) : 0;
-    p->n_available -= page_need(alps, e, 1 + n_draft);
+    if (decode_need(p, id, 1) > p->n_available) return false;
+    int32_t n_draft = e->n_draft > 0 ? choose_draft(p, id) : 0;
+    p->n_available -= decode_need(p, id, 1 + n_draft);
     p->rows_left -= 1 + n_draft;
     p->n_decode_top += e->request.service_class <= p->busiest;
     add_item(p, id, 1 + n_draft, true);

@@ -273,6 +273,9 @@ static void add_item(struct sits_engine *engine, int32_t item)
   const bool leaves_shared = choice->request->is_forked && kv_extra(engine->pages, choice->slot) > 0;
   enum sits_status status = kv_reserve(engine->pages, choice->slot, end, &engine->moves[engine->n_moves], &engine->n_moves);
   if (status != SITS_OK) { /* the planner counted wrong; the sequence waits for the next step rather than take the process down */
+#ifdef SITS_DEBUG_CHECKS
+    assert(!"the planner counts the pages that its items take");
+#endif
     log_error("engine", "no pages for a planned item request=%s tokens=%d", choice->request->params.id, it->n_tokens);
     it->n_tokens = 0;
     return;

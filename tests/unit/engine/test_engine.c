@@ -216,6 +216,33 @@ static void test_choices_share_all_pages(void **state)
   rig_close(&rig);
 }
 
+/* Of choices that leave a page in one step all but the last copy it: room for just that many copies is room enough. */
+static void test_last_choice_copies_nothing(void **state)
+{
+  (void)state;
+  int32_t prompt[100];
+  rig_prompt(prompt, 100, 5);
+  rig_expect(prompt, 100, 20, true, &expected);
+  for (int32_t n = 2; n <= 4; n++) {
+    struct rig rig;
+    struct engine_options options = rig_options();
+    struct engine_stats stats;
+    options.max_model_len = 128;
+    rig_open(&rig, options, 1 + n);
+    struct sits_sampling s = rig_greedy(20);
+    s.ignore_eos = true;
+    struct sits_request *request = rig_submit(&rig, prompt, 100, n, s);
+    memset(got, 0, (size_t)n * sizeof got[0]);
+    rig_run(&rig, request, got, n);
+    for (int i = 0; i < n; i++) rig_same(&got[i], &expected);
+    sits_request_release(request);
+    rig_idle(&rig);
+    engine_stats(rig.engine, &stats);
+    assert_int_equal(stats.n_preemptions, 0);
+    rig_close(&rig);
+  }
+}
+
 /* Who draws is the request's matter: beside one that needs the host, a plain draw is still the device's. */
 static void test_neighbours_do_not_decide_who_draws(void **state)
 {
@@ -763,6 +790,7 @@ int main(void)
       cmocka_unit_test(test_one_request), cmocka_unit_test(test_many_share_steps), cmocka_unit_test(test_captures_are_told),
       cmocka_unit_test(test_tiny_pool_preempts),
       cmocka_unit_test(test_choices_fork), cmocka_unit_test(test_choices_share_all_pages),
+      cmocka_unit_test(test_last_choice_copies_nothing),
       cmocka_unit_test(test_neighbours_do_not_decide_who_draws),
       cmocka_unit_test(test_stop_is_counted_as_stop), cmocka_unit_test(test_batch_beyond_the_queue_is_no_retry),
       cmocka_unit_test(test_sampled_choices_differ_and_repeat),

@@ -272,9 +272,6 @@ static void test_no_memory(void **state)
 #ifndef SITS_DEBUG_CHECKS
   skip(); /* allocations cannot be made to fail in this build */
 #endif
-#ifndef SITS_DEBUG_CHECKS
-  skip(); /* this build counts no allocations */
-#endif
   int32_t prompt[100];
   rig_prompt(prompt, 100, 1);
   struct rig rig;

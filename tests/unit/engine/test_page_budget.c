@@ -138,6 +138,78 @@ static void test_choices_in_one_budget(void **state)
   }
 }
 
+/* Two choices drop blocks of shared pages in the same steps: the first takes three pages of its own and a new one, which leaves the second
+ * what it needs; a page later the first takes one more. */
+static void test_choices_drop_together(void **state)
+{
+  static int32_t prompt[MOST], want[100];
+  static struct rig_answer got[2];
+  struct sits_sampling s = rig_greedy(100);
+  struct engine_stats stats;
+  struct rig rig;
+  int32_t n_dropped;
+  (void)state;
+  s.ignore_eos = true;
+  rig_prompt(prompt, 64 * BUDGET, 3);
+  expect(prompt, 64 * BUDGET, 100, want, &n_dropped);
+  rig_open(&rig, budget_options(), BUDGET + 5);
+  struct sits_request *request = rig_submit(&rig, prompt, 64 * BUDGET, 2, s);
+  memset(got, 0, sizeof got);
+  rig_run(&rig, request, got, 2);
+  for (int c = 0; c < 2; c++) assert_memory_equal(got[c].tokens, want, sizeof want);
+  sits_request_release(request);
+  rig_idle(&rig);
+  engine_stats(rig.engine, &stats);
+  assert_int_equal(stats.n_pages_dropped, 2 * n_dropped);
+  assert_int_equal(stats.n_preemptions, 0);
+  rig_close(&rig);
+}
+
+/* Choices that drop together, apart, or end early, in memory for few of them. */
+static void test_random_choices(void **state)
+{
+  enum { LIVE = 3, JOBS = 60, OUT = 150 };
+  static struct { struct sits_request *request; int32_t n_choices, prompt[MOST], want[OUT]; struct rig_answer got[4]; } jobs[LIVE];
+  uint32_t random = 1;
+  int32_t n_ended = 0, n_started = 0, n_dropped;
+  struct sits_sampling s = rig_greedy(OUT);
+  struct engine_stats stats;
+  struct rig rig;
+  (void)state;
+  s.ignore_eos = true;
+  rig_open(&rig, budget_options(), 3 * BUDGET);
+  memset(jobs, 0, sizeof jobs);
+  while (n_ended < JOBS) {
+    for (int i = 0; i < LIVE; i++) {
+      random = random * 1664525u + 1013904223u;
+      if (!jobs[i].request && n_started < JOBS) {
+        const int32_t n = 64 * (BUDGET - 2) + (int32_t)(random >> 8) % 250;
+        memset(&jobs[i], 0, sizeof jobs[i]);
+        jobs[i].n_choices = 1 + n_started++ % 4;
+        rig_prompt(jobs[i].prompt, n, random);
+        expect(jobs[i].prompt, n, OUT, jobs[i].want, &n_dropped);
+        jobs[i].request = rig_submit(&rig, jobs[i].prompt, n, jobs[i].n_choices, s);
+      }
+      if (!jobs[i].request) continue;
+      if ((random >> 20) % 200 == 0) sits_request_cancel(jobs[i].request, (int32_t)(random >> 8) % jobs[i].n_choices);
+      if (rig_drain(jobs[i].request, jobs[i].got, jobs[i].n_choices) < jobs[i].n_choices) continue;
+      for (int c = 0; c < jobs[i].n_choices; c++) {
+        const struct rig_answer *got = &jobs[i].got[c];
+        assert_true(got->n == OUT || got->finish == SITS_FINISH_CANCELLED);
+        assert_memory_equal(got->tokens, jobs[i].want, (size_t)got->n * sizeof(int32_t));
+      }
+      sits_request_release(jobs[i].request);
+      jobs[i].request = NULL;
+      n_ended++;
+    }
+    engine_step_once(rig.engine);
+  }
+  rig_idle(&rig);
+  engine_stats(rig.engine, &stats);
+  assert_true(stats.n_preemptions > 0 && stats.n_pages_dropped > JOBS && stats.finished[SITS_FINISH_CANCELLED] > 0);
+  rig_close(&rig);
+}
+
 static void test_bad_budgets(void **state)
 {
   struct rig rig;
@@ -163,6 +235,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_answers), cmocka_unit_test(test_longer_than_memory),
                                      cmocka_unit_test(test_choices_in_one_budget),
+                                     cmocka_unit_test(test_choices_drop_together), cmocka_unit_test(test_random_choices),
                                      cmocka_unit_test(test_bad_budgets)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
