@@ -222,6 +222,35 @@ done:
   runner_close(&cuda.runner);
 }
 
+/* Few short sequences beside a prompt: each gets what a step of decodes alone gave it. */
+static void run_beside(const char *codec)
+{
+  static const int32_t lens[SEQS] = {1, 40, 130, 0, 300}, nothing[SEQS] = {0};
+  static const int32_t beside[] = {20, 64};
+  struct side side = {0};
+  struct backend_result r;
+  int32_t n_new[SEQS], n_rows = 0;
+  printf("== synthetic:tiny, %s pages, decodes beside a prompt\n", codec);
+  enum sits_status status = open_side(&side, "synthetic:tiny", "cuda", codec, "w4a16") ? SITS_OK : SITS_INTERNAL;
+  if (!status) status = step(&side, nothing, lens, NULL, &r);
+  for (int32_t s = 0; s < SEQS; s++) n_new[s] = lens[s] > 0, n_rows += n_new[s];
+  if (!status) status = step(&side, lens, n_new, NULL, &r);
+  const size_t vocab = status ? 0 : (size_t)side.runner.model->config.n_vocab;
+  float *alone = mem_calloc((size_t)n_rows * vocab + 1, sizeof *alone);
+  if (!status) memcpy(alone, r.logits, (size_t)n_rows * vocab * sizeof *alone);
+  for (size_t i = 0; i < sizeof beside / sizeof *beside && !status; i++) {
+    n_new[3] = beside[i]; /* the row before the last one is its */
+    status = step(&side, lens, n_new, NULL, &r);
+    if (status) break;
+    const double error = fmax(relative_error(r.logits, alone, (size_t)(n_rows - 1) * vocab),
+                              relative_error(r.logits + (size_t)n_rows * vocab, alone + (size_t)(n_rows - 1) * vocab, vocab));
+    verdict(error < 0.02, "%d decodes beside %d tokens against alone: %.4f", n_rows, beside[i], error);
+  }
+  verdict(status == SITS_OK, "all steps ran: status %d", status);
+  mem_free(alone);
+  runner_close(&side.runner);
+}
+
 /* Many short sequences at once: every bucket of the synthetic model must give each sequence what it gets alone. */
 static void run_buckets(const char *codec, const char *recipe, double limit)
 {
@@ -441,6 +470,8 @@ int main(void)
   else
     printf("SKIP  SITS_TEST_ENGINES is not set\n");
   run_new_pages();
+  run_beside("int4");
+  run_beside("fp4");
   run_prefill_weights("w4a16");
   run_prefill_weights("w4a8");
   run_buckets("int4", "w4a16", 0.02);

@@ -263,7 +263,8 @@ static enum sits_status enqueue(struct backend_program *p, struct backend_kv *kv
   if (status == SITS_OK && bucket > 0)
     status = cuda_graph_run(p, kv, bucket, b->sample != NULL, is_few(p, b, bucket));
   else if (status == SITS_OK) {
-    struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, is_few(p, b, b->n_seqs), b, -1, 0, NULL};
+    const bool few = is_decode && is_few(p, b, b->n_seqs); /* decodes beside a prompt take the other kernel */
+    struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, few, b, -1, 0, NULL};
     if (!is_decode) step.kept_seq = cuda_kept_choose(kv, b, &step.kept_page);
     status = cuda_run(p, kv, &step, (struct k_stream){(struct CUstream_st *)backend->stream, true});
   }
