@@ -1,7 +1,8 @@
 /* out[t] = form(x[t]), or form(silu(gate) * up) where x holds 8 gate, 8 up, 8 gate, ... values.
  *
  * Arguments: struct k_convert (kernels.h). width a multiple of 8, at most 32,768; rows of x start 16-byte aligned.
- * Work split: one CTA of 512 threads per row, which stays in registers: one pass, one barrier.
+ * Work split: one CTA of 512 threads per row, which stays in registers: one pass, one barrier. Of many rows two are on an SM at once: one
+ *   is loaded while the other is stored.
  * Numerics: f32; 8-bit scales are max|x| / 127 (s8) or / 448 (e4m3) per token (K_ACT_GROUP_S8: per token and 128 columns),
  *   round to nearest even. Tolerance: half a step.
  * Cost: bytes of x once from L2; latency-bound in decode.
@@ -27,7 +28,7 @@ SITS_DEV vec8 swiglu(const vec8 &g, const vec8 &u) {
   return r;
 }
 
-constexpr int THREADS = 512;
+constexpr int THREADS = 512, MANY_ROWS = 256;
 static_assert(K_MAX_CONVERT_WIDTH == 8 * 8 * THREADS, "the most pieces that a launch below has");
 
 template <int SOURCE> SITS_DEV vec8 fetch(const k_convert &p, size_t row, int c) {
@@ -38,7 +39,8 @@ template <int SOURCE> SITS_DEV vec8 fetch(const k_convert &p, size_t row, int c)
 }
 
 /* GRID: rotation and rounding are built in; twice, where the registers that they take would slow the others down. */
-template <int SOURCE, int N, bool GRID> __global__ void __launch_bounds__(THREADS) convert_kernel(const __grid_constant__ k_convert p) {
+template <int SOURCE, int N, bool GRID>
+__global__ void __launch_bounds__(THREADS, N == 4 && !GRID ? 2 : 1) convert_kernel(const __grid_constant__ k_convert p) {
   __shared__ float scratch[128];
   grid_trigger();
   grid_wait();
@@ -47,7 +49,7 @@ template <int SOURCE, int N, bool GRID> __global__ void __launch_bounds__(THREAD
   float top = 0.f;
 #pragma unroll
   for (int k = 0; k < N; k++) {
-    const int c = (threadIdx.x + k * THREADS) * 8;
+    const int c = (threadIdx.x + k * blockDim.x) * 8;
     x[k] = c < p.width ? fetch<SOURCE>(p, row, c) : vec8{};
 #pragma unroll
     for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(x[k].v[i]));
@@ -62,8 +64,12 @@ template <int SOURCE> int launch_convert(const k_convert &a, k_stream at) {
   const size_t smem = rotation_bytes(a.out);
   if (pieces == 1) return launch_kernel(convert_kernel<SOURCE, 1, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
   if (pieces == 2) return launch_kernel(convert_kernel<SOURCE, 2, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
-  if (pieces <= 4) return launch_kernel(convert_kernel<SOURCE, 4, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
   const bool has_grid = a.out.round != K_ROUND_NONE || a.out.rotation > 0;
+  if (pieces <= 4 && a.n_rows >= MANY_ROWS && !has_grid) {
+    const dim3 fitting((unsigned)(k_blocks(a.width) * K_GROUP / 32 + 31) / 32 * 32);
+    return launch_kernel(convert_kernel<SOURCE, 4, false>, grid, fitting, 0, (cudaStream_t)at.stream, at.pdl, a);
+  }
+  if (pieces <= 4) return launch_kernel(convert_kernel<SOURCE, 4, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
   if (pieces <= 8 && has_grid) return launch_kernel(convert_kernel<SOURCE, 8, true>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
   if (pieces <= 8) return launch_kernel(convert_kernel<SOURCE, 8, false>, grid, block, smem, (cudaStream_t)at.stream, at.pdl, a);
   return cudaErrorInvalidValue; /* wider than K_MAX_CONVERT_WIDTH */

@@ -276,10 +276,15 @@ int main(void) {
   run_norm(7, 576, 1, false);
   run_norm(33, 4096, 4, false);
   run_norm(5, 4096, 0, true);
+  run_norm(300, 4096, 0, false);
+  run_norm(257, 576, 0, false);
+  run_norm(256, 6000, 0, false);
   run_convert(3, 172 / 4 * 4 - 4, K_SRC_F16);
   run_convert(9, 4096, K_SRC_F16);
   run_convert(5, 14336, K_SRC_F16_GATE_UP);
   run_convert(4, 1536, K_SRC_F32_GATE_UP);
+  run_convert(300, 14336, K_SRC_F16_GATE_UP);
+  run_convert(257, 8200, K_SRC_F16_GATE_UP);
   run_round(3, 576, K_ROUND_INT8, 0, 0, 0);
   run_round(5, 576, K_ROUND_INT8, 0, 64, 8);
   run_round(33, 1536, K_ROUND_INT4, 0, 512, 0);
