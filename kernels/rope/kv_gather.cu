@@ -2,7 +2,8 @@
  * the keys of the groups that the step writes, as they were before quantisation (a query sees its own group so).
  *
  * Arguments: struct k_kv_gather (kernels.h).
- * Work split: a CTA takes a page of one KV head; a thread a word of eight values at a time, or one value in other codecs and head sizes.
+ * Work split: a CTA takes 16 tokens of a page of one KV head; a thread a word of eight values at a time, or one value in other codecs and
+ *   head sizes.
  * Numerics: rounded to f16. Rows behind the sequence's end are zeros.
  * Cost: bound by memory.
  * Links: twin the CPU's codecs, tests tests/gpu/test_attention.c, test_kv_pages.c.
@@ -68,8 +69,10 @@ template <bool FP4> SITS_DEV void gather_values(const k_kv_gather &p, const uint
   }
 }
 
-/* Keys of page `index` in f16, where the page lies in a tile of the groups that the step writes. */
-SITS_DEV void gather_exact(const k_kv_gather &p, int s, int head, int index, int len) {
+constexpr int PARTS = 4, PART_TOKENS = K_PAGE_TOKENS / PARTS; /* of a page, a CTA each */
+
+/* Keys of part `part` of page `index` in f16, where the page lies in a tile of the groups that the step writes. */
+SITS_DEV void gather_exact(const k_kv_gather &p, int s, int head, int index, int part, int len) {
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim, tokens = k_kv_open_tokens(kv.codec), begin = kv.seq_start[s], first_new = len - (kv.seq_start[s + 1] - begin);
   const int own = first_new / tokens * tokens, tile0 = own / 128 * 128;
@@ -77,8 +80,8 @@ SITS_DEV void gather_exact(const k_kv_gather &p, int s, int head, int index, int
   __half *to = (__half *)p.exact + (size_t)head * p.exact_capacity * d;
   const size_t row0 = k_kv_exact_row0(kv.seq_start, p.seq0, s) - tile0;
   const __half *open = first_new > own ? kv::open_tile(kv, kv.open_slot[2 * s], kv.layer, head) : NULL;
-  for (int i = threadIdx.x; i < K_PAGE_TOKENS * d / 8; i += blockDim.x) {
-    const int position = index * K_PAGE_TOKENS + i / (d / 8), ch = i % (d / 8) * 8;
+  for (int i = threadIdx.x; i < PART_TOKENS * d / 8; i += blockDim.x) {
+    const int position = index * K_PAGE_TOKENS + part * PART_TOKENS + i / (d / 8), ch = i % (d / 8) * 8;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (position >= first_new && position < len)
       x = *(const uint4 *)((const __half *)kv.fresh + ((size_t)(begin + position - first_new) * kv.n_kv_heads + head) * d + ch);
@@ -96,15 +99,16 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
   grid_wait();
   const k_kv_view &kv = p.kv;
   const int s = p.seq0 + blockIdx.z, head = blockIdx.y, len = kv.kv_len[s], d = kv.head_dim;
-  const int index = p.first_page + blockIdx.x, n = len - index * K_PAGE_TOKENS, n_pages = (len + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS;
+  const int index = p.first_page + (int)blockIdx.x / PARTS, part = (int)blockIdx.x % PARTS;
+  const int n = len - index * K_PAGE_TOKENS, n_pages = (len + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS;
   if (index >= (p.is_tiled ? (n_pages + 1) & ~1 : n_pages)) return;
   const int n_new = kv.seq_start[s + 1] - kv.seq_start[s];
   if (n_new == 0 || (p.skip_single && n_new == 1)) return;
   const size_t base = (size_t)head * p.capacity * d, row0 = (p.offset ? p.offset[s] : 0) + index * K_PAGE_TOKENS;
   __half *k = (__half *)p.k + base, *v = (__half *)p.v + base;
-  if (k_kv_has_nibbles(kv.codec)) gather_exact(p, s, head, index, len);
+  if (k_kv_has_nibbles(kv.codec)) gather_exact(p, s, head, index, part, len);
   if (n <= 0) { /* the second half of the last tile */
-    for (int i = threadIdx.x; i < K_PAGE_TOKENS * d; i += blockDim.x) {
+    for (int i = part * PART_TOKENS * d + threadIdx.x; i < (part + 1) * PART_TOKENS * d; i += blockDim.x) {
       const size_t at = gathered_at(true, d, row0 + i / d, i % d);
       k[at] = v[at] = __float2half_rn(0.f);
     }
@@ -113,7 +117,7 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
   const int page = kv.block_table[(size_t)s * kv.table_stride + index];
   const uint8_t *tile = kv::page_tile(kv, page, kv.layer, head);
   if (k_kv_has_nibbles(kv.codec) && k_kv_has_fragments(d)) {
-    for (int i = threadIdx.x; i < 8 * d; i += blockDim.x) {
+    for (int i = part * 2 * d + threadIdx.x; i < (part + 1) * 2 * d; i += blockDim.x) { /* a block of 16 tokens */
       if (kv.codec == K_KV_FP4)
         gather_keys<true>(p, tile, k, row0, i, n), gather_values<true>(p, tile, v, row0, i, n);
       else
@@ -121,7 +125,7 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
     }
     return;
   }
-  for (int i = threadIdx.x; i < K_PAGE_TOKENS * d; i += blockDim.x) {
+  for (int i = part * PART_TOKENS * d + threadIdx.x; i < (part + 1) * PART_TOKENS * d; i += blockDim.x) {
     const int token = i / d, e = i % d;
     const size_t at = gathered_at(p.is_tiled, d, row0 + token, e);
     k[at] = __float2half_rn(token < n ? kv::load(tile, kv.codec, d, false, token, e) : 0.f);
@@ -133,6 +137,6 @@ __global__ void __launch_bounds__(256) kv_gather_kernel(const __grid_constant__ 
 extern "C" int sits_k_kv_gather(const struct k_kv_gather *a, struct k_stream at) {
   if (k_kv_has_nibbles(a->kv.codec) && a->exact == NULL) return cudaErrorInvalidValue;
   if (k_kv_has_nibbles(a->kv.codec) && a->kv.head_dim % 8) return cudaErrorInvalidValue;
-  return launch_kernel(kv_gather_kernel, dim3(a->is_tiled ? a->max_pages + 1 : a->max_pages, a->kv.n_kv_heads, a->n_seqs),
+  return launch_kernel(kv_gather_kernel, dim3(PARTS * (a->is_tiled ? a->max_pages + 1 : a->max_pages), a->kv.n_kv_heads, a->n_seqs),
                        dim3(256), 0, (cudaStream_t)at.stream, at.pdl, *a);
 }

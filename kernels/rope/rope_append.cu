@@ -5,7 +5,7 @@
  * Work split: grid.x takes eight tokens (up to 512 tokens: one). grid.y < G: one KV head; a token that is the first of its 16-token
  *   block in this step brings the whole block (up to 16 tokens of one sequence), because words of int4 and fp4 hold nibbles of several
  *   tokens; the others are skipped. Words of a block that the step covers in part keep their other nibbles. grid.y >= G: query heads, see
- *   rotate_queries. The KV heads come first because they take longest.
+ *   rotate_queries and, for whole heads of many tokens, rotate_wide. The KV heads come first because they take longest.
  *   In a decode step (one token a sequence, f16 or int8, D 64 or 128) grid.y counts four KV heads at a time, and a warp takes one k or v
  *   by itself.
  * Shared memory: 8 warps * D * 4 bytes, and for nibbles 16 * D codes.
@@ -18,7 +18,7 @@
 #include "common/launch.cuh"
 
 namespace {
-constexpr int MAX_D = 256, WARPS = 8, THREADS = 32 * WARPS, Q_HEADS = 4, KV_HEADS = WARPS / 2;
+constexpr int MAX_D = 256, WARPS = 8, THREADS = 32 * WARPS, Q_HEADS = 4, WIDE_HEADS = 8, KV_HEADS = WARPS / 2;
 
 /* RoPE and norm for head sizes that are no multiple of 32 (tiny models): one lane strides over the vector. */
 SITS_DEV void prepare_head_any(float *v, int d_head, int lane, const float *gain, float eps, const k_rope &rope, int position) {
@@ -173,8 +173,10 @@ SITS_DEV bool begins_block(const k_rope_append &p, int t) {
   return (kv.positions[t] & 15) == 0 || t == kv.seq_start[s];
 }
 
-/* The whole 16-token block that begins with token t0 in this step. The CTA. */
-template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int head, int warp, int lane) {
+/* The whole 16-token block that begins with token t0 in this step. The CTA. WIDE: the keys are
+ * rotate_wide's. */
+template <int D, bool WIDE>
+SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int head, int warp, int lane) {
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim;
   const int s = kv.token_seq[t0], end = kv.seq_start[s + 1], position = kv.positions[t0];
@@ -188,24 +190,25 @@ template <int D> SITS_DEV void append_block(const k_rope_append &p, float *v, ui
     old = __ldcg((const uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, (i >> 2 & 7) + (i >> 5) * 16).word_bytes));
   }
   if constexpr (D > 0) {
-    constexpr int TURNS = 32 / WARPS; /* a warp's heads: fetched together, then finished one by one */
+    constexpr int EACH = WIDE ? 1 : 2, TURNS = 16 * EACH / WARPS; /* a warp's vectors: fetched together, then finished one by one */
     float x[TURNS][D / 32];
 #pragma unroll
     for (int c = 0; c < TURNS; c++) {
       const int i = warp + c * WARPS;
-      if (i < 2 * n) fetch_head<D>(x[c], p, t0 + (i >> 1), kv.n_heads + (i & 1 ? kv.n_kv_heads : 0) + head, lane);
+      if (i < EACH * n) fetch_head<D>(x[c], p, t0 + i / EACH, kv.n_heads + (WIDE || i & 1 ? kv.n_kv_heads : 0) + head, lane);
     }
 #pragma unroll
     for (int c = 0; c < TURNS; c++) {
-      const int i = warp + c * WARPS, is_value = i & 1, slot = slot0 + (i >> 1);
-      if (i >= 2 * n) break;
-      finish_head<D>(x[c], v, p, angles_at<D>(p, position + (i >> 1), lane), kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
+      const int i = warp + c * WARPS, is_value = WIDE || i & 1, slot = slot0 + i / EACH;
+      if (i >= EACH * n) break;
+      const angles<D> turn = WIDE ? angles<D>{} : angles_at<D>(p, position + i / EACH, lane);
+      finish_head<D>(x[c], v, p, turn, kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
       if (!has_nibbles)
         store_plain(p, tile, v, slot, is_value, lane);
       else if (is_value)
         kv::quantise_value(is_fp4, tile, v, codes + (slot & 15) * D, D, slot, lane);
       else
-        store_fresh(p, v, t0 + (i >> 1), head, lane);
+        store_fresh(p, v, t0 + i / EACH, head, lane);
     }
   } else { /* every codec stores these head sizes token by token */
     for (int i = warp; i < 2 * n; i += WARPS) {
@@ -270,9 +273,68 @@ template <int D> SITS_DEV void rotate_queries(const k_rope_append &p, float *v, 
   }
 }
 
+/* Query and key heads of many tokens, WIDE_HEADS of a token a warp: eight neighbouring channels of each half a lane, 16 bytes a load and
+ * store. For whole heads whose halves turn against each other, and keys that go to `fresh` as they are (is_wide). */
+template <int D> SITS_DEV void rotate_wide(const k_rope_append &p, int part, int warp, int lane) {
+  constexpr int LANES = D / 16, EACH = 32 / LANES, TURNS = WIDE_HEADS / EACH;
+  const k_kv_view &kv = p.kv;
+  const int t = blockIdx.x * WARPS + warp, s = t < kv.n_tokens ? kv.token_seq[t] : -1, c = lane % LANES * 8;
+  const int head0 = part * WIDE_HEADS + lane / LANES, n_heads = kv.n_heads + kv.n_kv_heads;
+  const bool is_active = s >= 0 && !(p.skip_single && kv.seq_start[s + 1] - kv.seq_start[s] == 1);
+  const int position = is_active ? kv.positions[t] : 0;
+  float2 turn[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) turn[i] = kv::rope_angle(position, p.rope.inv_freq[c + i], p.rope.magnitude);
+  grid_wait();
+  if (!is_active) return;
+  const __half *from = (const __half *)p.qkv.rows + (size_t)t * (n_heads + kv.n_kv_heads) * D + c;
+  uint4 x[TURNS][2] = {};
+#pragma unroll
+  for (int k = 0; k < TURNS; k++)
+    if (head0 + k * EACH < n_heads) {
+      x[k][0] = __ldcg((const uint4 *)(from + (head0 + k * EACH) * D));
+      x[k][1] = __ldcg((const uint4 *)(from + (head0 + k * EACH) * D + D / 2));
+    }
+#pragma unroll
+  for (int k = 0; k < TURNS; k++) {
+    const int head = head0 + k * EACH;
+    const bool is_key = head >= kv.n_heads;
+    const float *gain = is_key ? p.k_gain : p.q_gain;
+    float f = 1.f;
+    if (p.q_gain || p.k_gain) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float2 a = half2_to_float2((&x[k][i >> 2].x)[i & 3]);
+        sum += a.x * a.x + a.y * a.y;
+      }
+#pragma unroll
+      for (int d = 1; d < LANES; d <<= 1) sum += __shfl_xor_sync(~0u, sum, d);
+      f = rsqrtf(sum / (float)D + p.eps);
+    }
+    if (head >= n_heads) continue;
+    uint4 y[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float2 a = half2_to_float2((&x[k][0].x)[i]), b = half2_to_float2((&x[k][1].x)[i]);
+      if (gain) {
+        a.x *= f * gain[c + 2 * i], a.y *= f * gain[c + 2 * i + 1];
+        b.x *= f * gain[D / 2 + c + 2 * i], b.y *= f * gain[D / 2 + c + 2 * i + 1];
+      }
+      const float2 u = turn[2 * i], w = turn[2 * i + 1];
+      (&y[0].x)[i] = pack_half2(saturate(a.x * u.x - b.x * u.y), saturate(a.y * w.x - b.y * w.y));
+      (&y[1].x)[i] = pack_half2(saturate(b.x * u.x + a.x * u.y), saturate(b.y * w.x + a.y * w.y));
+    }
+    __half *to = is_key ? (__half *)kv.fresh + ((size_t)t * kv.n_kv_heads + head - kv.n_heads) * D
+                        : (__half *)p.q + ((size_t)t * kv.n_heads + head) * D;
+    *(uint4 *)(to + c) = y[0], *(uint4 *)(to + D / 2 + c) = y[1];
+  }
+}
+
 /* is_single: every sequence has one token in the step, and a CTA takes the k and v of KV_HEADS heads. */
-template <int D>
-__global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta, bool is_single) {
+template <int D, bool WIDE>
+__global__ void __launch_bounds__(THREADS, WIDE ? 4 : 3) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta,
+                                                                            bool is_single) {
   extern __shared__ __align__(16) float shared[];
   grid_trigger();
   const k_kv_view &kv = p.kv;
@@ -280,19 +342,22 @@ __global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_co
   float *v = shared + warp * d;
   const int kv_rows = is_single ? (kv.n_kv_heads + KV_HEADS - 1) / KV_HEADS : kv.n_kv_heads;
   if ((int)blockIdx.y >= kv_rows) {
-    rotate_queries<D>(p, v, blockIdx.y - kv_rows, per_cta, warp, lane);
+    if constexpr (WIDE)
+      rotate_wide<D>(p, blockIdx.y - kv_rows, warp, lane);
+    else
+      rotate_queries<D>(p, v, blockIdx.y - kv_rows, per_cta, warp, lane);
     return;
   }
   uint8_t *codes = (uint8_t *)(shared + WARPS * d); /* [16][D] */
   uint32_t starts = __ballot_sync(~0u, lane < per_cta && begins_block(p, blockIdx.x * per_cta + lane));
   grid_wait();
-  if constexpr (D > 0)
+  if constexpr (D > 0 && !WIDE)
     if (is_single) {
       const int head = blockIdx.y * KV_HEADS + (warp >> 1);
       if (starts && head < kv.n_kv_heads) append_one<D>(p, v, blockIdx.x, head, warp & 1, lane);
       return;
     }
-  for (; starts; starts &= starts - 1) append_block<D>(p, v, codes, blockIdx.x * per_cta + __ffs(starts) - 1, blockIdx.y, warp, lane);
+  for (; starts; starts &= starts - 1) append_block<D, WIDE>(p, v, codes, blockIdx.x * per_cta + __ffs(starts) - 1, blockIdx.y, warp, lane);
 }
 
 } // namespace
@@ -304,13 +369,16 @@ extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream
   const size_t smem = (size_t)d * 4 * WARPS + (has_nibbles ? 16 * d : 0);
   /* Few tokens: a CTA per token, so that nothing is done in turn; many: a warp per token, or empty CTAs would cost more than the work. */
   const bool is_single = a->is_single && (d == 64 || d == 128);
-  const int per_cta = a->kv.n_tokens <= 512 || is_single ? 1 : WARPS, q_each = per_cta == 1 ? WARPS : Q_HEADS;
-  const int q_rows = (a->kv.n_heads + q_each - 1) / q_each;
+  const int per_cta = a->kv.n_tokens <= 512 || is_single ? 1 : WARPS;
+  const bool is_wide = per_cta == WARPS && (d == 64 || d == 128) && a->qkv.rows != NULL && a->rope.dims == d && !a->rope.interleaved &&
+                       has_nibbles && !k_kv_rotates_keys(a->kv.codec);
+  const int q_each = per_cta == 1 ? WARPS : is_wide ? WIDE_HEADS : Q_HEADS, q_heads = a->kv.n_heads + (is_wide ? a->kv.n_kv_heads : 0);
+  const int q_rows = (q_heads + q_each - 1) / q_each;
   /* Single: a CTA per KV head would have six of eight warps without work and the grid two rounds for one. */
   const int kv_rows = is_single ? (a->kv.n_kv_heads + KV_HEADS - 1) / KV_HEADS : a->kv.n_kv_heads;
-  return launch_kernel(d == 128  ? rope_append_kernel<128>
-                       : d == 64 ? rope_append_kernel<64>
-                                 : rope_append_kernel<0>,
+  return launch_kernel(d == 128  ? is_wide ? rope_append_kernel<128, true> : rope_append_kernel<128, false>
+                       : d == 64 ? is_wide ? rope_append_kernel<64, true> : rope_append_kernel<64, false>
+                                 : rope_append_kernel<0, false>,
                        dim3((a->kv.n_tokens + per_cta - 1) / per_cta, q_rows + kv_rows), dim3(THREADS), smem, (cudaStream_t)at.stream,
                        at.pdl, *a, per_cta, is_single);
 }
