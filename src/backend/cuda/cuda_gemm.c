@@ -127,14 +127,15 @@ void cuda_gemm_probe(struct backend_program *p)
   p->has_e4m3 = w->rows % LT_ALIGN == 0 && lt_plan(p, w->rows, k_blocks(w->cols) * K_GROUP, 512, LT_E4M3_F16) != NULL;
 }
 
+/* adds: y is added to. */
 static enum sits_status lt_multiply(struct backend_program *p, const struct cuda_weight *w, int32_t n, const void *weight,
-                                    const struct k_act *x, bool is_f32, void *y, struct k_stream at)
+                                    const struct k_act *x, bool is_f32, bool adds, void *y, struct k_stream at)
 {
   const bool is_e4m3 = x->form == K_ACT_ROW_E4M3;
   const int32_t cols = k_blocks(w->cols) * K_GROUP, n_padded = is_e4m3 || n > FEW_ROWS ? cuda_lt_rows(n) : n;
   const enum lt_kind kind = is_e4m3 ? is_f32 ? LT_E4M3_F32 : LT_E4M3_F16 : is_f32 ? LT_F16_F32 : LT_F16_F16;
   struct cuda_lt_plan *plan = lt_plan(p, w->rows, cols, n_padded, kind);
-  const float one = 1.f, zero = 0.f;
+  const float one = 1.f, old = adds ? 1.f : 0.f;
   if (plan == NULL) return CUDA_CALL(p->backend, cudaErrorNotSupported);
   if (is_e4m3) {
     const void *a = w->channel, *b = x->scale;
@@ -142,7 +143,7 @@ static enum sits_status lt_multiply(struct backend_program *p, const struct cuda
         cuda_blas.MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &b, sizeof b) != CUBLAS_STATUS_SUCCESS)
       return CUDA_CALL(p->backend, cudaErrorInvalidValue);
   }
-  const cublasStatus_t e = cuda_blas.Matmul(p->backend->lt, plan->op, &one, weight, plan->a, x->data, plan->b, &zero, y, plan->d, y,
+  const cublasStatus_t e = cuda_blas.Matmul(p->backend->lt, plan->op, &one, weight, plan->a, x->data, plan->b, &old, y, plan->d, y,
                                           plan->d, &plan->algo, p->backend->lt_workspace, CUDA_LT_WORKSPACE, (cudaStream_t)at.stream);
   return e == CUBLAS_STATUS_SUCCESS ? SITS_OK : CUDA_CALL(p->backend, cudaErrorLaunchFailure);
 }
@@ -217,12 +218,13 @@ enum sits_status cuda_gemm_swiglu(struct backend_program *p, const struct cuda_w
 enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
                            enum cuda_gemm_output output, void *y, int32_t *n_slabs, enum k_act_source *source, struct k_stream at)
 {
-  const bool is_f32 = output == CUDA_GEMM_F32 || output == CUDA_GEMM_SLABS;
+  const bool adds = output == CUDA_GEMM_ADD, is_f32 = output == CUDA_GEMM_F32 || output == CUDA_GEMM_SLABS || adds;
   enum sits_status status = SITS_OK;
   if (output == CUDA_GEMM_SLABS) y = p->slabs;
   if (output == CUDA_GEMM_SWIGLU) y = p->gate_up;
   if (n_slabs != NULL) *n_slabs = 1;
   if (source != NULL) *source = is_s8(x) ? K_SRC_F16 : K_SRC_F16_GATE_UP;
+  if (adds && !cuda_gemm_adds(x)) return CUDA_CALL(p->backend, cudaErrorNotSupported);
   if (x->form == K_ACT_FRAG_F16) return multiply_fragments(p, w, n, x, is_f32, y, at);
   if (is_s8(x))
     status = multiply_s8(p, w, n, x, output, y, n_slabs, at);
@@ -234,9 +236,9 @@ enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *
       if (!is_kept) status = CUDA_CALL(p->backend, sits_k_expand(&expand, at));
       weight = is_kept ? w->resident : p->expanded;
     }
-    if (status == SITS_OK) status = lt_multiply(p, w, n, weight, x, is_f32, y, at);
+    if (status == SITS_OK) status = lt_multiply(p, w, n, weight, x, is_f32, adds, y, at);
   }
-  if (status == SITS_OK && w->bias != NULL && output != CUDA_GEMM_SLABS) {            /* whoever adds the sums adds the bias */
+  if (status == SITS_OK && w->bias != NULL && output != CUDA_GEMM_SLABS && !adds) {   /* whoever adds the sums adds the bias */
     if (output != CUDA_GEMM_F16) return CUDA_CALL(p->backend, cudaErrorNotSupported); /* compile refuses such programs */
     status = CUDA_CALL(p->backend, sits_k_add_bias(y, w->bias, n, w->rows, at));
   }

@@ -225,10 +225,13 @@ size_t cuda_slab_bytes(const struct backend_program *p); /* f32 sums of max_toke
 enum sits_status cuda_make_slots(struct backend_program *p, struct sits_error *err) SITS_MUST_CHECK;
 
 /* ---- cuda_gemm.c: y = W x for activations in the form the weight wants ---- */
-enum cuda_gemm_output { CUDA_GEMM_F16, CUDA_GEMM_F32, CUDA_GEMM_SLABS, CUDA_GEMM_SWIGLU };
+enum cuda_gemm_output { CUDA_GEMM_F16, CUDA_GEMM_F32, CUDA_GEMM_SLABS, CUDA_GEMM_SWIGLU, CUDA_GEMM_ADD };
 /* How a step of n rows multiplies this weight: the form its activations must be in. */
 struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_weight *w, int32_t n);
-/* y: f16 or f32 [n][rows]; SLABS: into p->slabs, *n_slabs of them; SWIGLU: p->gate_up as *source says (products or pairs). */
+/* Products of activations in this form are the library's, which adds to what is there for nothing. */
+static inline bool cuda_gemm_adds(const struct k_act *x) { return x->form == K_ACT_ROW_F16 || x->form == K_ACT_ROW_E4M3; }
+/* y: f16 or f32 [n][rows]; SLABS: into p->slabs, *n_slabs of them; SWIGLU: p->gate_up as *source says (products or pairs); ADD: added to
+ * y, f32, where cuda_gemm_adds. */
 enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
                            enum cuda_gemm_output output,
                            void *y, int32_t *n_slabs, enum k_act_source *source, struct k_stream at) SITS_MUST_CHECK;

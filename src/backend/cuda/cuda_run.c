@@ -2,9 +2,8 @@
  *
  * Fast path, T <= 16, five launches a layer; residual sums, norms and SwiGLU live in the GEMMs' epilogues:
  *   qkv (1/rms) -> attention (rotation, append, softmax) -> o (+ residual, gain) -> gate_up (1/rms, SwiGLU) -> down (+ residual, gain)
- * General path: norm -> qkv -> [bias] -> attention -> convert -> o -> norm (+ sums) -> gate_up -> convert -> down, the last sums being
- * added
- * by the next layer's norm.
+ * General path: norm -> qkv -> [bias] -> attention -> convert -> o -> norm -> gate_up -> convert -> down; o and down add to the residual
+ * stream (the library's products) or leave sums that the next norm adds.
  */
 #include "backend/cuda/cuda_comm.h"
 #include "backend/cuda/cuda_internal.h"
@@ -323,12 +322,15 @@ static enum sits_status norm(struct backend_program *p, const struct cuda_step *
   return SITS_OK;
 }
 
-/* o and down of the general path: sums for the next norm, or a rank's share of them. */
+/* o and down of the general path: added to the residual stream, or sums for the next norm, or a rank's share of them. */
 static enum sits_status multiply_joined(struct backend_program *p, const struct cuda_weight *w, int32_t n, const struct k_act *x,
                                         int32_t *n_slabs, struct k_stream at)
 {
-  if (p->comm == NULL || (x->form != K_ACT_ROW_F16 && x->form != K_ACT_ROW_E4M3))
-    return cuda_gemm(p, w, n, x, CUDA_GEMM_SLABS, NULL, n_slabs, NULL, at);
+  if (!cuda_gemm_adds(x)) return cuda_gemm(p, w, n, x, CUDA_GEMM_SLABS, NULL, n_slabs, NULL, at);
+  if (p->comm == NULL) {
+    *n_slabs = 0;
+    return cuda_gemm(p, w, n, x, CUDA_GEMM_ADD, p->h, NULL, NULL, at);
+  }
   *n_slabs = COMM_HALF;
   return cuda_gemm(p, w, n, x, CUDA_GEMM_F16, p->comm->half, NULL, NULL, at);
 }
