@@ -1,6 +1,7 @@
 /* Entries and their states, the counts, and what is learned from each step.
  *
  *   FREE --alps_enqueue--> WAITING --admit (inside alps_plan)--> RUNNING --alps_requeue--> WAITING
+ *   RUNNING --alps_leave--> LEAVING --alps_requeue--> WAITING
  *   FREE --alps_fork-----> RUNNING      any state --alps_remove--> FREE
  */
 #include "alps/alps.h"
@@ -157,12 +158,13 @@ static void stop_running(struct alps *alps, int32_t id)
   alps->running[e->run_at] = last;
   alps->entries[last].run_at = e->run_at;
   e->run_at = -1;
+  e->is_coming = false;
   alps->classes[e->request.service_class].n_running--;
   alps->tenants[e->tenant].n_running--;
   alps->n_unborn -= e->request.width - 1;
 }
 
-/* A held entry that waits is in no queue, so that it blocks nobody; its tenant must not forget it. */
+/* A held entry that waits, and a leaving one, is in no queue, so that it blocks nobody; its tenant must not forget it. */
 static void park(struct alps *alps, int32_t id)
 {
   alps->tenants[alps->entries[id].tenant].n_parked++;
@@ -175,11 +177,39 @@ static void unpark(struct alps *alps, int32_t id)
   alps->n_parked--;
 }
 
-void alps_requeue(struct alps *alps, int32_t id, int32_t n_known)
+void alps_leave(struct alps *alps, int32_t id)
 {
   struct alps_entry *e = &alps->entries[id];
   assert(e->state == ALPS_RUNNING);
   stop_running(alps, id);
+  e->state = ALPS_LEAVING;
+  alps->n_leaving++;
+  park(alps, id);
+}
+
+static void stop_leaving(struct alps *alps, int32_t id)
+{
+  alps->n_leaving--;
+  unpark(alps, id);
+}
+
+void alps_arrived(struct alps *alps, int32_t id)
+{
+  assert(alps->entries[id].state == ALPS_RUNNING);
+  alps->entries[id].is_coming = false;
+}
+
+void alps_spend(struct alps *alps, int64_t us)
+{
+  alps->spent_us = us;
+}
+
+void alps_requeue(struct alps *alps, int32_t id, int32_t n_known)
+{
+  struct alps_entry *e = &alps->entries[id];
+  assert(e->state == ALPS_RUNNING || e->state == ALPS_LEAVING);
+  if (e->state == ALPS_RUNNING) stop_running(alps, id);
+  else stop_leaving(alps, id);
   e->state = ALPS_WAITING;
   e->was_preempted = true;
   e->request.n_known = n_known;
@@ -219,6 +249,7 @@ void alps_remove(struct alps *alps, int32_t id)
     alps->output_mean += (alps->output_mean > 0 ? 0.02 : 1) * (n_output - alps->output_mean);
   }
   if (e->state == ALPS_RUNNING) stop_running(alps, id);
+  else if (e->state == ALPS_LEAVING) stop_leaving(alps, id);
   else if (e->is_held) unpark(alps, id);
   else alps_queue_remove(alps, id);
   alps_tenant_release(alps, e->tenant);
@@ -369,7 +400,7 @@ static void require(bool holds, const char *rule, int32_t id)
 
 void alps_check(const struct alps *alps)
 {
-  int32_t n_waiting[ALPS_CLASSES] = {0}, n_running[ALPS_CLASSES] = {0}, n_unborn = 0, n_parked = 0;
+  int32_t n_waiting[ALPS_CLASSES] = {0}, n_running[ALPS_CLASSES] = {0}, n_unborn = 0, n_parked = 0, n_leaving = 0;
   int64_t tokens[ALPS_CLASSES] = {0}, timely[ALPS_CLASSES] = {0};
   for (int32_t id = 0; id < alps->options.max_entries; id++) {
     const struct alps_entry *e = &alps->entries[id];
@@ -377,7 +408,11 @@ void alps_check(const struct alps *alps)
     int32_t c = e->request.service_class;
     const struct alps_tenant *t = &alps->tenants[e->tenant];
     require(t->key == e->request.tenant && t->service_class == c, "an entry knows its tenant", id);
-    if (e->state == ALPS_WAITING && e->is_held) {
+    if (e->state == ALPS_LEAVING) {
+      n_parked++;
+      n_leaving++;
+      require(e->run_at < 0 && !e->is_coming, "a leaving entry does not run", id);
+    } else if (e->state == ALPS_WAITING && e->is_held) {
       n_parked++;
     } else if (e->state == ALPS_WAITING) {
       n_waiting[c]++;
@@ -391,6 +426,7 @@ void alps_check(const struct alps *alps)
     }
   }
   require(n_parked == alps->n_parked, "parked entries are counted", n_parked);
+  require(n_leaving == alps->n_leaving, "leaving entries are counted", n_leaving);
   require(alps->slice_id < 0 || (alps->entries[alps->slice_id].state == ALPS_RUNNING &&
                                  alps->slice_n <= alps->entries[alps->slice_id].request.n_known -
                                                       alps->entries[alps->slice_id].n_computed),
@@ -403,5 +439,5 @@ void alps_check(const struct alps *alps)
     n_all += n_running[c];
   }
   require(n_all == alps->n_running && n_unborn == alps->n_unborn, "the running list is complete", n_all);
-  require(alps->n_running + alps->n_unborn <= alps->options.max_seqs, "forks have their slots", alps->n_unborn);
+  require(alps->n_running + alps->n_unborn + alps->n_leaving <= alps->options.max_seqs, "forks have their slots", alps->n_unborn);
 }

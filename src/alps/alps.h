@@ -3,7 +3,9 @@
  *
  * Words
  *   entry    one sequence known to the planner, named by a small id that the caller chooses. WAITING holds nothing; RUNNING holds a
- *            slot and pages and is in prefill (n_known - n_computed > 1 or the prompt not yet complete) or in decode.
+ *            slot and pages and is in prefill (n_known - n_computed > 1 or the prompt not yet complete) or in decode. LEAVING lost its
+ *            pages, but they are still being copied to elsewhere: its slot and they are free when that is done. A running one is coming
+ *            while its pages are being copied back: it is planned when they are there.
  *   budget   the time a step may take: the inter-token target times a safety factor that follows the measured P99.
  *   cost     predicted time of a step: fixed + per decoding sequence + per cached token read + per prompt token + per token x depth.
  *   share    prefill time is shared between classes by weight (stride scheduling), between tenants of a class by deficit round robin
@@ -81,6 +83,7 @@ struct alps_admitted {
   int32_t n_computed;          /* tokens that need not be computed */
   int32_t n_pages;             /* length of its block table */
   int32_t n_available;         /* pages available now (free and cached) */
+  bool is_coming;              /* they are still to be filled: it is left out until alps_arrived */
 };
 
 /* Called from inside alps_plan to admit one entry; must not fail, a slot is free. */
@@ -130,8 +133,12 @@ void alps_destroy(struct alps *alps);
 
 /* A new entry waits. The id must be unused. */
 void alps_enqueue(struct alps *alps, int32_t id, const struct alps_request *request);
-/* A running entry lost its pages: it waits again, in front, with n_known tokens to compute. */
+/* A running entry lost its pages, or a leaving one's are free: it waits again, in front, with n_known tokens to compute. */
 void alps_requeue(struct alps *alps, int32_t id, int32_t n_known);
+/* A running entry lost its pages, but they and its slot will be free only at its alps_requeue, the pages perhaps one by one before. */
+void alps_leave(struct alps *alps, int32_t id);
+/* The pages of a coming entry are filled. */
+void alps_arrived(struct alps *alps, int32_t id);
 /* Entry `id` becomes a second running sequence beside `from`, which has finished its prompt. */
 void alps_fork(struct alps *alps, int32_t from, int32_t id);
 /* One of the sequences that the entry would fork into is not wanted any more. */
@@ -139,7 +146,8 @@ void alps_narrow(struct alps *alps, int32_t id);
 /* The entry is gone, whatever its state. */
 void alps_remove(struct alps *alps, int32_t id);
 
-/* Plan one step. SITS_OK: *plan (perhaps empty). SITS_AGAIN: pre-empt plan->victims (alps_requeue each), then call again. */
+/* Plan one step. SITS_OK: *plan (perhaps empty). SITS_AGAIN: pre-empt plan->victims (alps_requeue or alps_leave each), then call again;
+ * no victims: the decodes need pages of leaving entries now, so free some. */
 enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user,
                            struct alps_plan *plan) SITS_MUST_CHECK;
 /* The plan's items will not run: something more urgent has come while its slice ran (report that as a plan without items first). */
@@ -163,6 +171,8 @@ void alps_hold(struct alps *alps, int32_t id, bool is_held);
  * borrowed until the next alps_update of the entry. The plan takes as many as pay: the number that gives the most tokens per time, none if
  * that is best. They count as tokens and rows. */
 void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, const float *chance);
+/* So much of the next step's time will have passed before its plan runs: prompts in it get less. */
+void alps_spend(struct alps *alps, int64_t us);
 /* The step took step_us from the end of the one before (or from its start after an idle time). */
 void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_us);
 

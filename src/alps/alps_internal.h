@@ -11,7 +11,7 @@
 
 #define ALPS_LENGTHS 96 /* lists of prompts by length, four an octave */
 
-enum alps_state { ALPS_FREE, ALPS_WAITING, ALPS_RUNNING };
+enum alps_state { ALPS_FREE, ALPS_WAITING, ALPS_RUNNING, ALPS_LEAVING };
 
 struct alps_entry {
   enum alps_state state;
@@ -26,6 +26,7 @@ struct alps_entry {
   uint64_t admitted;            /* of admission, unique */
   const float *chance;          /* [n_draft] that a drafted token is right */
   bool is_held, was_preempted;
+  bool is_coming;               /* running, but its pages are still being filled */
   bool is_late;                 /* waiting, and given up: its first token will not come in time */
   int32_t length_prev, length_next; /* timely waiting entries of about that length; -1 none */
 };
@@ -70,9 +71,11 @@ struct alps {
   struct alps_class classes[ALPS_CLASSES];
   int32_t *running;             /* [max_seqs], unordered */
   int32_t n_running;
-  int32_t n_parked;             /* waiting entries that are held */
+  int32_t n_parked;             /* waiting entries that are held, and leaving ones */
   int32_t n_again;              /* plans in a row that asked for a victim */
   int32_t n_unborn;             /* sequences that running entries will fork into */
+  int32_t n_leaving;            /* entries that still hold a slot and pages */
+  int64_t spent_us;             /* of the next step's time, before it is planned */
   int32_t *prefill;             /* [max_seqs] scratch: running entries in prefill, in order of service */
   int32_t n_prefill;
   int32_t slice_id;             /* entry whose chunk is being read in slices, -1 none */
@@ -129,7 +132,7 @@ static inline int32_t alps_to_read(const struct alps_entry *entry)
 
 static inline bool alps_is_decoding(const struct alps_entry *entry)
 {
-  return entry->request.n_known - entry->n_computed == 1 && entry->request.n_known > entry->n_prompt;
+  return entry->request.n_known - entry->n_computed == 1 && entry->request.n_known > entry->n_prompt && !entry->is_coming;
 }
 
 #endif

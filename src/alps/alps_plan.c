@@ -121,7 +121,7 @@ static void gather_prefill(struct planner *p)
     int32_t id = alps->running[i];
     const struct alps_entry *e = &alps->entries[id];
     expect(p, e);
-    if (e->is_held || alps_is_decoding(e)) continue;
+    if (e->is_held || e->is_coming || alps_is_decoding(e)) continue;
     p->prefill_tokens += e->request.n_known - e->n_computed;
     int32_t at = alps->n_prefill++;
     while (at > 0 && reads_before(alps, id, alps->prefill[at - 1])) {
@@ -316,8 +316,8 @@ static bool has_room(const struct planner *p, const struct alps_entry *e)
   const struct alps *alps = p->alps;
   const struct alps_options *o = &alps->options;
   int32_t n_after = alps->n_running + alps->n_unborn + e->request.width;
-  if (n_after > o->max_seqs || p->plan->n_items >= o->max_seqs) return false;
-  if (alps->n_running == 0) return true;
+  if (n_after + alps->n_leaving > o->max_seqs || p->plan->n_items >= o->max_seqs) return false;
+  if (alps->n_running + alps->n_leaving == 0) return true;
   if (p->growth_pages + projected_growth(alps, e) > p->n_available) return false;
   if (o->policy != ALPS_BUDGET || o->itl_target_us == 0) return true;
   if (n_after > alps->sequence_cap) return false;
@@ -341,7 +341,7 @@ static int32_t admit_next(struct planner *p, int32_t service_class, alps_admit_f
   if (id < 0) return -1;
   struct alps_entry *e = &alps->entries[id];
   if (!has_room(p, e)) {
-    int32_t victim = choose_victim(alps, service_class, -1);
+    int32_t victim = alps->n_leaving == 0 ? choose_victim(alps, service_class, -1) : -1; /* room is being made already */
     if (alps->options.policy == ALPS_BUDGET && victim >= 0 && p->plan->n_items == p->plan->n_decode &&
         may_evict(alps, service_class, victim)) {
       p->wants_victim = true;
@@ -357,6 +357,7 @@ static int32_t admit_next(struct planner *p, int32_t service_class, alps_admit_f
   e->n_pages = got.n_pages;
   if (e->n_charged < got.n_computed) e->n_charged = got.n_computed;
   e->copy_pages = 0;
+  e->is_coming = got.is_coming;
   expect(p, e);
   p->n_available = got.n_available - p->plan->n_reserved_pages;
   return id;
@@ -374,7 +375,7 @@ static int32_t round_chunk(const struct alps *alps, int32_t n_tokens)
 /* Tokens of a prompt at this depth that the step's time still has room for. */
 static int32_t chunk_by_time(const struct planner *p, int32_t service_class, int32_t depth, int32_t limit)
 {
-  double budget_us = service_class > p->busiest ? p->budget_lower_us : p->budget_us;
+  double budget_us = (service_class > p->busiest ? p->budget_lower_us : p->budget_us) - (double)p->alps->spent_us;
   if (!isfinite(budget_us) || limit <= 0) return limit;
   bool is_first = p->plan->n_items == p->plan->n_decode;
   int32_t n = alps_cost_chunk(&p->alps->cost, &p->plan->work, budget_us, is_first ? p->floor_us : 0, depth, limit);
@@ -412,7 +413,7 @@ static double sliced_tokens(const struct planner *p, const struct alps_entry *e,
   const struct alps_cost *cost = &p->alps->cost;
   struct alps_cost_work alone = {0};
   alps_cost_add_chunk(&alone, n_chunk, e->n_computed);
-  const double budget_us = e->request.service_class > p->busiest ? p->budget_lower_us : p->budget_us;
+  const double budget_us = (e->request.service_class > p->busiest ? p->budget_lower_us : p->budget_us) - (double)p->alps->spent_us;
   return n_chunk * (budget_us - alps_cost_predict(cost, &p->plan->work)) / (p->alps->slice_ratio * alps_cost_predict(cost, &alone));
 }
 
@@ -554,6 +555,7 @@ static void plan_prefill(struct planner *p, alps_admit_fn admit, void *user)
       done[c] = true;
       continue;
     }
+    if (alps->entries[id].is_coming) continue;
     int32_t n = id == alps->slice_id ? 0 : chunk_for(p, &alps->entries[id]);
     if (wants_slices(p, id, n)) {
       plan_slice(p, id);
@@ -765,6 +767,10 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
     if (has_pages) plan_prefill(&p, admit, user);
   }
   bool is_stuck = has_pages && plan->n_items == 0 && plan->slice.id < 0 && alps->n_running > 1 && alps->n_prefill > 0;
+  if ((!has_pages || is_stuck) && alps->n_leaving > 0) {
+    alps_drop_plan(alps);
+    return SITS_AGAIN;
+  }
   if ((p.wants_victim || !has_pages || is_stuck) && alps->n_again++ < 2 * alps->options.max_seqs) {
     int32_t victim = p.wants_victim ? choose_victim(alps, p.victim_above, -1) : choose_victim(alps, -1, best_running(alps));
     if (victim >= 0) {
@@ -774,6 +780,7 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
     }
   }
   alps->n_again = 0;
+  alps->spent_us = 0;
   note_planned_slice(&p);
   plan->predicted_us = (int64_t)alps_cost_predict(&alps->cost, &plan->work);
   return SITS_OK;

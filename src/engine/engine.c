@@ -40,6 +40,7 @@ static bool alloc_arrays(struct sits_engine *e)
   e->free_ids = mem_calloc(n, sizeof(int32_t));
   e->deadlines = mem_calloc(n, sizeof *e->deadlines);
   e->parked = mem_calloc(n, sizeof(int32_t));
+  e->swapping = mem_calloc(s, sizeof(int32_t));
   e->news = mem_calloc(n, sizeof *e->news);
   e->moves = mem_calloc(s, sizeof *e->moves);
   e->copies = mem_calloc(s, sizeof *e->copies);
@@ -58,8 +59,8 @@ static bool alloc_arrays(struct sits_engine *e)
     if (!e->blocks || !e->blocks_slot) return false;
   }
   return e->end_ids &&
-         e->by_id && e->free_ids && e->deadlines && e->parked && e->news && e->moves && e->copies && e->to_draft && e->tokens &&
-         e->positions && e->seq_start && e->kv_len && e->tables && e->row_token && e->rows && e->samples;
+         e->by_id && e->free_ids && e->deadlines && e->parked && e->news && e->swapping && e->moves && e->copies && e->to_draft &&
+         e->tokens && e->positions && e->seq_start && e->kv_len && e->tables && e->row_token && e->rows && e->samples;
 }
 
 static enum sits_status create_parts(struct sits_engine *e, struct sits_error *err)
@@ -175,6 +176,7 @@ void engine_destroy(struct sits_engine *e)
   mem_free(e->free_ids);
   mem_free(e->deadlines);
   mem_free(e->parked);
+  mem_free(e->swapping);
   mem_free(e->news);
   mem_free(e->moves);
   mem_free(e->copies);

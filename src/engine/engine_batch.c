@@ -46,30 +46,6 @@ static void forget_parked(struct sits_engine *engine, int32_t id)
   }
 }
 
-static unsigned char *host_place(const struct sits_engine *engine, int32_t place)
-{
-  return engine->host_memory + (uint64_t)place * engine->page_bytes;
-}
-
-/* Bring a swapped sequence back. False when that is not possible: it is recomputed then. */
-static bool swap_in(struct sits_engine *engine, struct engine_choice *choice)
-{
-  int32_t n_moves = 0;
-  struct kv_move move;
-  if (kv_reserve(engine->pages, choice->slot, choice->swapped.n_tokens, &move, &n_moves) != SITS_OK) return false;
-  const int32_t *pages;
-  kv_pages(engine->pages, choice->slot, &pages);
-  int32_t place = choice->swapped.head;
-  int64_t started_us = clock_monotonic_us();
-  for (int32_t i = 0; place >= 0; i++, place = kv_swap_next(engine->pages, place)) {
-    if (engine->options.vtable->kv_write_page(engine->options.kv, pages[i], host_place(engine, place)) != SITS_OK) return false;
-  }
-  double each_us = (double)(clock_monotonic_us() - started_us) / choice->swapped.n_pages;
-  engine->page_copy_us += 0.2 * (each_us - engine->page_copy_us);
-  kv_commit(engine->pages, choice->slot, choice->tokens, choice->swapped.n_tokens);
-  return true;
-}
-
 static void note_scheduled(struct sits_engine *engine, struct sits_request *request, int32_t n_cached)
 {
   if (request->was_scheduled) return;
@@ -99,16 +75,34 @@ static void tell_siblings(struct sits_engine *engine, const struct sits_request 
 {
   for (int32_t i = 0; request->is_forked && i < request->n_choices; i++) {
     const struct engine_choice *sibling = &request->choices[i];
-    if (sibling->slot >= 0) alps_update_copies(engine->alps, sibling->id, kv_extra(engine->pages, sibling->slot));
+    if (sibling->slot >= 0 && sibling->swap.way != SWAP_OUT)
+      alps_update_copies(engine->alps, sibling->id, kv_extra(engine->pages, sibling->slot));
   }
 }
 
-static void close_slot(struct sits_engine *engine, struct engine_choice *choice)
+void engine_give_back(struct sits_engine *engine, struct engine_choice *choice, int32_t n_left)
+{
+  if (engine->options.pages.closing) engine->options.pages.closing(engine->options.pages.user);
+  kv_give_back(engine->pages, choice->slot, n_left);
+}
+
+void engine_close_slot(struct sits_engine *engine, struct engine_choice *choice)
 {
   if (engine->options.pages.closing) engine->options.pages.closing(engine->options.pages.user);
   kv_close(engine->pages, choice->slot);
   choice->slot = -1;
   tell_siblings(engine, choice->request);
+}
+
+void engine_wait_again(struct sits_engine *engine, struct engine_choice *choice)
+{
+  alps_requeue(engine->alps, choice->id, engine_known(choice));
+  if (is_short_of_room(engine, choice->request)) {
+    alps_hold(engine->alps, choice->id, true);
+    engine->parked[engine->n_parked++] = choice->id;
+  } else {
+    alps_hold(engine->alps, choice->id, false);
+  }
 }
 
 /* alps_admit_fn: give the entry a slot and what the cache or the host still has of it. */
@@ -121,45 +115,24 @@ static void admit(void *user, int32_t id, struct alps_admitted *out)
   enum sits_status status = kv_open(engine->pages, owner, &choice->slot);
   assert(status == SITS_OK);
   (void)status;
-  bool was_swapped = choice->swapped.head >= 0;
-  if (was_swapped && !swap_in(engine, choice)) {
-    kv_close(engine->pages, choice->slot);
-    status = kv_open(engine->pages, owner, &choice->slot);
-    was_swapped = false;
-  }
-  kv_swap_free(engine->pages, &choice->swapped);
+  const bool is_coming = choice->swap.at.head >= 0 && engine_swap_in(engine, choice);
+  if (!is_coming) kv_swap_free(engine->pages, &choice->swap.at);
   /* A prompt whose every logprob is wanted must be computed; what was emitted before a pre-emption need not be. */
   bool may_attach = request->params.sampling.n_prompt_logprobs < 0 || request->next_prompt_row >= request->params.n_prompt;
   bool is_counted = request->read_elsewhere.scheduled_us && !request->was_scheduled; /* its look-up, by the placement */
-  if (!was_swapped && may_attach)
+  if (!is_coming && may_attach)
     (is_counted ? kv_attach_uncounted : kv_attach)(engine->pages, choice->slot, choice->tokens, engine_known(choice));
   choice->n_computed = kv_tokens(engine->pages, choice->slot);
   note_scheduled(engine, request, choice->n_computed);
   engine_tell_filled(engine, choice);
   const int32_t *pages;
-  *out = (struct alps_admitted){.n_computed = choice->n_computed, .n_pages = kv_pages(engine->pages, choice->slot, &pages),
-                                .n_available = kv_available(engine->pages)};
+  *out = (struct alps_admitted){.n_computed = is_coming ? choice->swap.at.n_tokens : choice->n_computed,
+                                .n_pages = kv_pages(engine->pages, choice->slot, &pages),
+                                .n_available = kv_available(engine->pages), .is_coming = is_coming};
 }
 
-static bool swap_out(struct sits_engine *engine, struct engine_choice *choice)
-{
-  if (engine->options.n_host_pages == 0 || kv_swap_out(engine->pages, choice->slot, &choice->swapped) != SITS_OK) return false;
-  const int32_t *pages;
-  kv_pages(engine->pages, choice->slot, &pages);
-  int64_t started_us = clock_monotonic_us();
-  int32_t place = choice->swapped.head;
-  for (int32_t i = 0; place >= 0; i++, place = kv_swap_next(engine->pages, place)) {
-    if (engine->options.vtable->kv_read_page(engine->options.kv, pages[i], host_place(engine, place)) != SITS_OK) {
-      kv_swap_free(engine->pages, &choice->swapped);
-      return false;
-    }
-  }
-  double each_us = (double)(clock_monotonic_us() - started_us) / choice->swapped.n_pages;
-  engine->page_copy_us += 0.2 * (each_us - engine->page_copy_us);
-  return true;
-}
-
-/* Take a victim's pages: to host memory when copying out and back is cheaper than computing them again and there is room. */
+/* Take a victim's pages: to host memory when copying out and back is cheaper than computing them again and there is room. One that was
+ * still coming back has lost nothing. */
 static void preempt(struct sits_engine *engine, int32_t id)
 {
   struct engine_choice *choice = engine->by_id[id];
@@ -170,22 +143,23 @@ static void preempt(struct sits_engine *engine, int32_t id)
   const int32_t *pages;
   int32_t n_pages = kv_pages(engine->pages, choice->slot, &pages);
   double swap_us = 2 * engine->page_copy_us * n_pages;
-  bool is_swapped = swap_us < recompute_us && choice->n_computed > 0 && swap_out(engine, choice);
+  const bool was_coming = choice->swap.way == SWAP_IN;
+  engine_swap_stop(engine, choice);
+  const bool leaves = !was_coming && swap_us < recompute_us && choice->n_computed > 0 && engine_swap_out(engine, choice);
   log_info("engine", "preempted request=%s choice=%d how=%s tokens=%d pages=%d recompute_us=%.0f swap_us=%.0f", choice->request->params.id,
-           choice->index, is_swapped ? "swap" : "recompute", choice->n_computed, n_pages, recompute_us, swap_us);
-  close_slot(engine, choice);
+           choice->index, leaves || was_coming ? "swap" : "recompute", choice->n_computed, n_pages, recompute_us, swap_us);
   engine_drafter_drop(engine, choice);
   choice->n_computed = 0;
-  alps_requeue(engine->alps, id, engine_known(choice));
-  if (is_short_of_room(engine, choice->request)) {
-    alps_hold(engine->alps, id, true);
-    engine->parked[engine->n_parked++] = id;
+  if (leaves) {
+    tell_siblings(engine, choice->request);
+    alps_leave(engine->alps, id);
   } else {
-    alps_hold(engine->alps, id, false);
+    engine_close_slot(engine, choice);
+    engine_wait_again(engine, choice);
   }
   atomic_fetch_add(&choice->request->times[TIME_PREEMPTIONS], 1);
   engine->stats.n_preemptions++;
-  engine->stats.n_preemptions_swapped += is_swapped;
+  engine->stats.n_preemptions_swapped += was_coming;
 }
 
 #ifdef SITS_DEBUG_CHECKS
@@ -209,6 +183,7 @@ void engine_plan(struct sits_engine *engine)
   while ((status = alps_plan(engine->alps, engine->step_started_us, kv_available(engine->pages), admit, engine, &engine->plan)) ==
          SITS_AGAIN) {
     for (int32_t i = 0; i < engine->plan.n_victims; i++) preempt(engine, engine->plan.victims[i]);
+    if (engine->plan.n_victims == 0) engine_swap_hurry(engine);
   }
 }
 
@@ -220,9 +195,10 @@ bool engine_plan_more(struct sits_engine *engine, bool has_time)
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice)
 {
   engine_slice_drop(engine, choice->id);
-  if (choice->slot >= 0) close_slot(engine, choice);
+  engine_swap_stop(engine, choice);
+  if (choice->slot >= 0) engine_close_slot(engine, choice);
   engine_drafter_drop(engine, choice);
-  kv_swap_free(engine->pages, &choice->swapped);
+  kv_swap_free(engine->pages, &choice->swap.at);
   if (choice->id < 0) return;
   if (choice->is_born) {
     alps_remove(engine->alps, choice->id);

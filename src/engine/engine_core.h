@@ -71,6 +71,7 @@ struct engine_options {
   int64_t max_waiting_tokens;    /* prompt tokens of waiting requests; 0 = no limit */
   bool prefix_caching;
   int32_t n_host_pages;          /* pages of host memory for swapped sequences, 0 = pre-emption by recompute only */
+  int32_t swap_step_pages;       /* most that are copied between two steps, beside what the second cannot do without; 0 = by time */
   int32_t page_budget;           /* most pages that a sequence keeps (kv/kv_sparse.h); KV_FP4_SPARSE only, 0 = all. No swapping then */
   int64_t itl_target_us;         /* inter-token latency that running streams must keep; 0 = none set: about 100 ms a step */
   int64_t ttft_target_us;        /* time to the first token that most requests keep under overload; 0 = none set: order of arrival */

@@ -3,6 +3,7 @@
  *   engine_step.c     the loop, as a table of contents           engine_batch.c    plan -> batch arrays, admission, pre-emption
  *   engine_output.c   rows -> tokens, events, ends               engine_stats.c    counters and histograms
  *   engine_slice.c    prompts read in slices
+ *   engine_swap.c     pages to host memory and back, piece by piece
  *   engine_draft.c    guesses by prompt lookup            engine_draft_model.c  guesses by a second model
  *   engine_pool.c     rows drawn in parallel
  *   engine_deadline.c heap of deadlines                          engine_sample.c   one row -> one token
@@ -41,6 +42,14 @@ struct engine_guesses {
   int32_t wait;                   /* drafts to leave out */
 };
 
+/* Where a sequence's pages are in host memory, and what is left to copy. */
+enum engine_swapping { SWAP_NONE, SWAP_OUT, SWAP_IN };
+struct engine_swap {
+  struct kv_swapped at;
+  enum engine_swapping way;       /* SWAP_NONE: nothing is on its way */
+  int32_t place, n_left;          /* the next place; pages */
+};
+
 struct engine_choice {
   struct sits_request *request;   /* [init] */
   int32_t index;                  /* [init] */
@@ -49,7 +58,7 @@ struct engine_choice {
   int32_t n_computed;             /* [loop] tokens in the cache */
   int32_t n_out;                  /* [loop] tokens drawn; known = n_prompt + n_out */
   int32_t *tokens;                /* [loop] [n_prompt + max_tokens] prompt and output */
-  struct kv_swapped swapped;      /* [loop] */
+  struct engine_swap swap;        /* [loop] */
   bool is_done;                   /* [loop] its finish event is out */
   bool is_born;                   /* [loop] leads the request's prefill, or was forked */
   int64_t last_token_us;          /* [loop] */
@@ -160,6 +169,9 @@ struct sits_engine {
   uint64_t page_bytes;            /* [init] */
   unsigned char *host_memory;     /* [loop] [n_host_pages][page_bytes] */
   double page_copy_us;            /* [loop] measured */
+  int32_t *swapping;              /* [loop] [max_num_seqs] ids whose pages are on their way, in order */
+  int32_t n_swapping;
+  int64_t swapped_us;             /* [loop] of this turn, for copying pages */
 
   struct kv *pages;               /* [loop] */
   struct alps *alps;              /* [loop] */
@@ -253,6 +265,20 @@ enum sits_status engine_submit_batch(struct sits_engine *engine) SITS_MUST_CHECK
 enum sits_status engine_wait_batch(struct sits_engine *engine, struct backend_result *result) SITS_MUST_CHECK;
 void engine_vacate(struct sits_engine *engine, struct engine_choice *choice); /* give slot, host pages, id and entry back */
 void engine_tell_filled(struct sits_engine *engine, const struct engine_choice *choice); /* options.pages.filled */
+void engine_give_back(struct sits_engine *engine, struct engine_choice *choice, int32_t n_left); /* all pages but the first n_left */
+void engine_close_slot(struct sits_engine *engine, struct engine_choice *choice);
+/* It has lost its slot; outside the queues when its ring is full. */
+void engine_wait_again(struct sits_engine *engine, struct engine_choice *choice);
+
+/* engine_swap.c */
+/* Begin to copy the choice's pages to host memory; it loses the partial one at once. False: it keeps all, for there is no room or no whole
+ * page. */
+bool engine_swap_out(struct sits_engine *engine, struct engine_choice *choice);
+/* Begin to bring them back, into the choice's empty slot. False: there are no pages; host memory stays as it is. */
+bool engine_swap_in(struct sits_engine *engine, struct engine_choice *choice);
+void engine_swap_stop(struct sits_engine *engine, struct engine_choice *choice); /* host places are kept where they hold all pages */
+bool engine_swap_run(struct sits_engine *engine); /* this turn's piece; false: nothing is on its way */
+void engine_swap_hurry(struct sits_engine *engine); /* one page more; something must be leaving */
 
 /* Whether the device can draw the row's token: a plain draw of one sequence. It depends on the request alone, so that what else is in the
  * step never decides who draws. */

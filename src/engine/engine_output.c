@@ -45,10 +45,10 @@ static void pass_lead(struct sits_engine *engine, struct engine_choice *from)
     engine->by_id[from->id] = from;
     to->slot = from->slot;
     to->n_computed = from->n_computed;
-    to->swapped = from->swapped;
+    to->swap = from->swap;
     to->is_born = true;
     from->slot = -1;
-    from->swapped = (struct kv_swapped){.head = -1};
+    from->swap = (struct engine_swap){.at.head = -1};
     from->is_born = false;
     return;
   }

@@ -104,7 +104,7 @@ static bool init_choices(struct sits_request *request, const struct sits_request
   if (!request->choices) return false;
   for (int32_t i = 0; i < p->n_choices; i++) {
     struct engine_choice *c = &request->choices[i];
-    *c = (struct engine_choice){.request = request, .index = i, .id = -1, .slot = -1, .draft_slot = -1, .swapped.head = -1};
+    *c = (struct engine_choice){.request = request, .index = i, .id = -1, .slot = -1, .draft_slot = -1, .swap.at.head = -1};
     c->tokens = mem_alloc(n_tokens * sizeof(int32_t));
     if (!c->tokens) return false;
     memcpy(c->tokens, p->prompt, (size_t)p->n_prompt * sizeof(int32_t));

@@ -159,7 +159,7 @@ static void forward_and_sample(struct sits_engine *engine)
   const int64_t captured_us = capture_us(engine);
   int64_t started_us = clock_monotonic_us();
   if (engine->is_continuous) {
-    int64_t serial_us = started_us - engine->last_step_end_us - engine->plan.sliced_us - engine->slice.reported_us;
+    int64_t serial_us = started_us - engine->last_step_end_us - engine->plan.sliced_us - engine->slice.reported_us - engine->swapped_us;
     engine->stats.serial_us_ewma += 0.1 * ((double)serial_us - engine->stats.serial_us_ewma);
   }
   atomic_fetch_add(&engine->n_steps_begun, 1);
@@ -182,11 +182,13 @@ static void forward_and_sample(struct sits_engine *engine)
   }
   engine_outputs(engine, &result);
   const int64_t all_captured_us = capture_us(engine);
-  engine->plan.once_us = all_captured_us - (all_captured_us >= captured_us ? captured_us : 0);
+  const int64_t once_us = all_captured_us - (all_captured_us >= captured_us ? captured_us : 0);
+  engine->plan.once_us = once_us + engine->swapped_us;
   int64_t own_us = now_us - from_us - engine->draft_us - engine->slice.reported_us; /* the planner's costs are the model's own */
   alps_report(engine->alps, &engine->plan, own_us);
   engine->stats.step_us_ewma += 0.1 * ((double)(now_us - from_us) - engine->stats.step_us_ewma);
   engine_observe(&engine->stats.iteration_tokens_hist, engine->batch.n_tokens);
+  engine->plan.once_us = once_us;
   tell_step(engine, now_us - from_us);
 }
 
@@ -225,6 +227,7 @@ bool engine_step(struct sits_engine *engine)
   drain_inbox(engine);
   if (engine->placement) engine_placement_turn(engine);
   expire(engine);
+  const bool has_swapped = engine_swap_run(engine);
   engine_hold_full(engine);
   engine_draft(engine);
   if (engine->draft_us > 0) drain_inbox(engine); /* a draft model took a while: who left meanwhile is not planned */
@@ -243,5 +246,5 @@ bool engine_step(struct sits_engine *engine)
     engine_stats_publish(engine);
   }
   engine->is_continuous = has_work;
-  return has_work;
+  return has_work || has_swapped || engine->n_swapping > 0;
 }

@@ -102,9 +102,12 @@ enum sits_status kv_fork(struct kv *kv, int32_t slot, int32_t *out) SITS_MUST_CH
 /* Give the slot back. Its indexed pages stay cached until they are needed. */
 void kv_close(struct kv *kv, int32_t slot);
 
-/* Swap out: places for the slot's whole pages (out->n_tokens tokens); the caller copies page i to the i-th place, then closes the slot.
- * SITS_AGAIN when no page is whole or the places are full. */
+/* Swap out: places for the slot's whole pages (out->n_tokens tokens), the first one for the last page. The caller gives back the partial
+ * page (kv_give_back), copies the others, gives each back or not, and closes the slot. SITS_AGAIN when no page is whole or the places are
+ * full. */
 enum sits_status kv_swap_out(struct kv *kv, int32_t slot, struct kv_swapped *out) SITS_MUST_CHECK;
+/* The slot's table keeps its first n_pages pages. Only kv_pages, this and kv_close may be called for it then. */
+void kv_give_back(struct kv *kv, int32_t slot, int32_t n_pages);
 int32_t kv_swap_next(const struct kv *kv, int32_t place);   /* the place after this one, -1 at the end */
 void kv_swap_free(struct kv *kv, struct kv_swapped *swapped); /* after copying back, or when the sequence died; head becomes -1 */
 

@@ -20,6 +20,15 @@ enum sits_status kv_swap_out(struct kv *kv, int32_t slot, struct kv_swapped *out
   return SITS_OK;
 }
 
+void kv_give_back(struct kv *kv, int32_t slot, int32_t n_pages)
+{
+  struct kv_slot *s = &kv->slots[slot];
+  assert(s->is_open && s->n_dropped == 0 && s->n_mixed == 0);
+  while (s->n_pages > n_pages) kv_page_unref(kv, kv_table(kv, slot)[--s->n_pages]);
+  if (s->n_tokens > s->n_pages * KV_TOKENS) s->n_tokens = s->n_pages * KV_TOKENS;
+  if (s->n_indexed > s->n_pages) s->n_indexed = s->n_pages;
+}
+
 int32_t kv_swap_next(const struct kv *kv, int32_t place)
 {
   return kv->host_next[place];

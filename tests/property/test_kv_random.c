@@ -38,7 +38,7 @@ struct world {
   struct kv_swapped swapped[N_SWAPPED];
   struct block memory[N_PAGES][COLUMNS], host[N_HOST][COLUMNS];
   int32_t budget;             /* pages of a sequence, 0 = no limit */
-  int64_t n_attached, n_moves, n_again, n_swaps, n_dropped, n_unshared;
+  int64_t n_attached, n_moves, n_again, n_swaps, n_given_back, n_dropped, n_unshared;
 };
 
 static uint32_t draw(struct world *w, uint32_t n)
@@ -197,8 +197,19 @@ static void do_swap_out(struct world *w, struct sequence *s)
   if (w->resting[at].is_open || kv_swap_out(w->kv, s->slot, &w->swapped[at]) != SITS_OK) return;
   const int32_t *pages;
   kv_pages(w->kv, s->slot, &pages);
-  int32_t place = w->swapped[at].head;
-  for (int32_t i = 0; place >= 0; i++, place = kv_swap_next(w->kv, place)) memcpy(w->host[place], w->memory[pages[i]], sizeof w->host[0]);
+  /* From the last page on; some give each back as it is copied. */
+  const bool is_piecewise = draw(w, 2) > 0;
+  int32_t place = w->swapped[at].head, left = w->swapped[at].n_pages;
+  if (is_piecewise) kv_give_back(w->kv, s->slot, left);
+  for (; place >= 0; place = kv_swap_next(w->kv, place)) {
+    memcpy(w->host[place], w->memory[pages[--left]], sizeof w->host[0]);
+    if (!is_piecewise) continue;
+    const int32_t n = kv_available(w->kv);
+    kv_give_back(w->kv, s->slot, left);
+    assert_in_range(kv_available(w->kv), n, n + 1);
+    kv_check(w->kv);
+    w->n_given_back += kv_available(w->kv) - n;
+  }
   w->resting[at] = *s;
   do_close(w, s);
   w->resting[at].n = w->swapped[at].n_tokens; /* whole pages */
@@ -216,8 +227,8 @@ static void do_swap_in(struct world *w, struct sequence *s)
   } else {
     int32_t slot = s->slot, place = w->swapped[at].head;
     const int32_t *pages;
-    kv_pages(w->kv, slot, &pages);
-    for (int32_t i = 0; place >= 0; i++, place = kv_swap_next(w->kv, place)) memcpy(w->memory[pages[i]], w->host[place], sizeof w->host[0]);
+    int32_t i = kv_pages(w->kv, slot, &pages);
+    for (; place >= 0; place = kv_swap_next(w->kv, place)) memcpy(w->memory[pages[--i]], w->host[place], sizeof w->host[0]);
     *s = w->resting[at];
     s->slot = slot;
     kv_commit(w->kv, slot, s->tokens, s->n);
@@ -270,7 +281,7 @@ static void run(uint64_t seed, int64_t n_operations, bool with_faults, int32_t b
   }
   /* The run did meet what it is for. */
   if (budget > 0) assert_true(w->n_attached == 0 && w->n_swaps == 0 && w->n_dropped > 0 && w->n_unshared > 0);
-  else assert_true(w->n_attached > 0 && w->n_swaps > 0);
+  else assert_true(w->n_attached > 0 && w->n_swaps > 0 && w->n_given_back > 0);
   assert_true(w->n_moves > 0);
   assert_true(w->n_again > 0);
   for (int i = 0; i < N_SLOTS; i++) {

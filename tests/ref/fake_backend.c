@@ -13,6 +13,7 @@
 enum { FAKE_MAX_DRAWN = 1024, FAKE_MAX_SENDS = 64, FAKE_MAX_CAPTURED = 64 };
 
 struct backend_kv {
+  struct fake_rig *rig;
   int32_t *ids;               /* [n_pages][columns][P], -1 = never written; the columns of a page hold the same, until blocks are copied */
   int32_t *written_by;        /* [n_pages][columns][P] batch that wrote it last, of the first column */
   int32_t n_columns, n_ids;   /* blocks and ids of a page */
@@ -106,14 +107,23 @@ static enum sits_status copy_blocks(struct backend_kv *kv, const int32_t (*copie
   return SITS_OK;
 }
 
+static bool page_fails(struct fake_rig *rig, atomic_int *n)
+{
+  atomic_fetch_add(n, 1);
+  const int at = atomic_load(&rig->fail_at_page);
+  return at > 0 && atomic_load(&rig->n_reads) + atomic_load(&rig->n_writes) == at;
+}
+
 static enum sits_status read_page(struct backend_kv *kv, int32_t page, void *host)
 {
+  if (page_fails(kv->rig, &kv->rig->n_reads)) return SITS_INTERNAL;
   memcpy(host, kv->ids + page * kv->n_ids, (size_t)kv->n_ids * sizeof(int32_t));
   return SITS_OK;
 }
 
 static enum sits_status write_page(struct backend_kv *kv, int32_t page, const void *host)
 {
+  if (page_fails(kv->rig, &kv->rig->n_writes)) return SITS_INTERNAL;
   memcpy(kv->ids + page * kv->n_ids, host, (size_t)kv->n_ids * sizeof(int32_t));
   return SITS_OK;
 }
@@ -398,6 +408,7 @@ int fake_rig_init(struct fake_rig *rig, const struct fake_options *options)
   rig->program = mem_calloc(1, sizeof *rig->program);
   rig->kv = mem_calloc(1, sizeof *rig->kv);
   if (!rig->program || !rig->kv) return -1;
+  rig->kv->rig = rig;
   rig->program->rig = rig;
   rig->program->logits = mem_calloc((size_t)options->max_rows * (size_t)options->n_vocab, sizeof(float));
   rig->kv->n_pages = options->n_pages;

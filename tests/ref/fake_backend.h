@@ -35,7 +35,9 @@ struct fake_rig {
   void (*during_slice)(void *user); /* called before each token of a slice; NULL: nothing */
   void *during_user;
   atomic_int n_lanes_begun, n_slices; /* chunks read in slices; slices that did not end one */
-  atomic_int n_steps, n_copies, n_reads, n_writes;
+  atomic_int n_steps;
+  atomic_int n_reads, n_writes;  /* pages, to and from host memory */
+  atomic_int fail_at_page;       /* of those the one (from 1) that returns SITS_INTERNAL; 0 = none */
   atomic_long n_tokens;          /* computed so far */
   atomic_int largest_batch, largest_seqs;
 };

@@ -6,6 +6,8 @@
  *                           (engine_speculation.c)
  *   --scenario prefix       chats with a common beginning: time to the first token of the first and of the later ones
  *
+ *   --scenario swap         streams decode while a long sequence of low class loses its pages to host memory and gets them back
+ *                           (engine_swap.c)
  *   --scenario classes      high-class requests alone and beside four times what the machine can do of low class (engine_load.c)
  *   --scenario tenants      two tenants, one with ten times as many requests: who gets how many tokens (engine_load.c)
  *
@@ -24,12 +26,12 @@
 static const struct option_spec specs[] = {
     {"model", OPTION_STRING, AT(model), "", 0, 0, "", 0, NULL, "Options", "Model file or directory."},
     {"device", OPTION_ENUM, AT(device), "auto", 0, 0, "", 0, "auto|cpu|cuda", "Options", "Backend."},
-    {"scenario", OPTION_ENUM, AT(scenario), "stall", 0, 0, "", 0, "stall|speculation|prefix|classes|tenants|placement", "Options",
+    {"scenario", OPTION_ENUM, AT(scenario), "stall", 0, 0, "", 0, "stall|speculation|prefix|classes|tenants|placement|swap", "Options",
      "What is measured."},
     {"threads", OPTION_INT, AT(threads), "0", 0, 1024, "threads", 0, NULL, "Options", "CPU threads; 0 = one per core."},
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4|fp4-sparse", "Options",
      "Cache codec."},
-    {"prompt", OPTION_INT, AT(prompt), "2000", 16, 1e6, "tokens", 0, NULL, "stall, prefix", "Long prompt, or common part."},
+    {"prompt", OPTION_INT, AT(prompt), "2000", 16, 1e6, "tokens", 0, NULL, "stall, prefix, swap", "Long prompt, or common part."},
     {"quiet-tokens", OPTION_INT, AT(quiet_tokens), "300", 40, 1e6, "tokens", 0, NULL, "stall",
      "What each stream says undisturbed; as much as while the prompt is read, since contexts grow meanwhile and steps with them."},
     {"stream-prompt", OPTION_INT, AT(stream_prompt), "64", 1, 1e6, "tokens", 0, NULL, "stall", "What each stream begins with."},
@@ -38,10 +40,11 @@ static const struct option_spec specs[] = {
     {"texts", OPTION_INT, AT(texts), "10", 1, 1000, "passages", 0, NULL, "speculation", "Passages, or requests of a run."},
     {"output", OPTION_INT, AT(output), "96", 1, 1e5, "tokens", 0, NULL, "speculation", "Tokens per answer."},
     {"draft", OPTION_INT, AT(draft), "8", 1, 64, "tokens", 0, NULL, "speculation", "Longest draft."},
-    {"streams", OPTION_INT, AT(streams), "0", 0, 64, "requests", 0, NULL, "stall, speculation",
-     "At once; 0: 4 for stall, 1 for speculation, where more mean pairs of runs with and without, each of --texts requests."},
+    {"streams", OPTION_INT, AT(streams), "0", 0, 64, "requests", 0, NULL, "stall, speculation, swap",
+     "At once; 0: 4 for stall, 8 for swap, 1 for speculation, where more mean pairs of runs with and without, each of --texts requests."},
     {"step-tokens", OPTION_INT, AT(step_tokens), "512", 16, 1e6, "tokens", 0, NULL, "stall", "Most tokens of a step beside the streams."},
-    {"pairs", OPTION_INT, AT(pairs), "30", 1, 1000, "pairs", 0, NULL, "speculation", "Of runs, where there are several streams."},
+    {"pairs", OPTION_INT, AT(pairs), "30", 1, 1000, "pairs", 0, NULL, "speculation, swap",
+     "Of runs, where there are several streams; of swaps."},
     {"seconds", OPTION_INT, AT(seconds), "30", 1, 3600, "s", 0, NULL, "classes, tenants, placement", "Each run."},
     {"itl-target-ms", OPTION_FLOAT, AT(itl_target_ms), "0", 0, 1e5, "ms", 0, NULL, "classes, tenants, placement", "Inter-token target."},
     {"targets", OPTION_STRING, AT(targets), "1,150,200,300", 0, 0, "", 0, NULL, "stall",
@@ -82,16 +85,33 @@ bool engine_bench_open(struct engine_run *run, const struct engine_bench_options
   return true;
 }
 
-struct sits_request *engine_bench_submit(struct engine_run *run, const int32_t *prompt, int64_t n, int32_t max_tokens)
+struct sits_request *engine_bench_submit_as(struct engine_run *run, enum sits_class service_class, const int32_t *prompt, int64_t n,
+                                            int32_t max_tokens)
 {
   struct sits_request_params p = {.prompt = prompt, .n_prompt = (int32_t)n, .n_choices = 1,
-                                  .service_class = SITS_CLASS_NORMAL, .id = "bench"};
+                                  .service_class = service_class, .id = "bench"};
   p.sampling = (struct sits_sampling){.top_p = 1, .repetition_penalty = 1, .max_tokens = max_tokens, .ignore_eos = true,
                                       .n_top_logprobs = -1, .n_prompt_logprobs = -1};
   struct sits_request *request = NULL;
   struct sits_error err = {0};
   if (sits_engine_submit(run->engine, &p, &request, &err) != SITS_OK) fprintf(stderr, "sits2026-bench engine: %s\n", err.text);
   return request;
+}
+
+struct sits_request *engine_bench_submit(struct engine_run *run, const int32_t *prompt, int64_t n, int32_t max_tokens)
+{
+  return engine_bench_submit_as(run, SITS_CLASS_NORMAL, prompt, n, max_tokens);
+}
+
+void engine_bench_take(struct engine_bench_stream *s, double *gaps, int64_t most, int64_t *n_gaps)
+{
+  struct sits_event e;
+  while (sits_request_poll(s->request, &e) == SITS_OK) {
+    if (e.kind == SITS_EVENT_FINISH) s->is_done = true;
+    if (e.kind != SITS_EVENT_TOKEN) continue;
+    if (s->n++ > 0 && *n_gaps < most) gaps[(*n_gaps)++] = (double)(e.emitted_us - s->last_us) * 1e-3;
+    s->last_us = e.emitted_us;
+  }
 }
 
 void engine_bench_nap(void)
@@ -174,6 +194,7 @@ int bench_engine(int argc, char **argv)
   else if (is_good && strcmp(o.scenario, "prefix") == 0) is_good = run_prefix(&o, rows);
   else if (is_good && strcmp(o.scenario, "classes") == 0) is_good = engine_bench_classes(&o, rows);
   else if (is_good && strcmp(o.scenario, "placement") == 0) is_good = engine_bench_placement(&o, rows);
+  else if (is_good && strcmp(o.scenario, "swap") == 0) is_good = engine_bench_swap(&o, rows);
   else if (is_good) is_good = engine_bench_tenants(&o, rows);
   if (is_good) {
     json_object_set_new(out, "scenario", json_string(o.scenario));

@@ -27,15 +27,23 @@ void engine_bench_prompt(int32_t *tokens, int64_t n, int32_t n_vocab, uint32_t s
 void engine_bench_nap(void);
 /* One greedy choice of max_tokens, whatever its tokens. NULL after a message; released by the caller. */
 struct sits_request *engine_bench_submit(struct engine_run *run, const int32_t *prompt, int64_t n, int32_t max_tokens);
+struct sits_request *engine_bench_submit_as(struct engine_run *run, enum sits_class service_class, const int32_t *prompt, int64_t n,
+                                            int32_t max_tokens);
 /* Take its events until it has ended. NULL is fine. */
 void engine_bench_await(struct sits_request *request);
+
+/* A request's tokens as they come. */
+struct engine_bench_stream { struct sits_request *request; int64_t last_us, n; bool is_done; };
+/* Take its events that are there; the gaps between its tokens (ms) go to gaps[*n_gaps..most). */
+void engine_bench_take(struct engine_bench_stream *stream, double *gaps, int64_t most, int64_t *n_gaps);
 
 /* engine_stall.c: append its rows; false after a message. */
 bool engine_bench_stall(const struct engine_bench_options *options, json_t *rows);
 /* engine_load.c: the same. */
 bool engine_bench_classes(const struct engine_bench_options *options, json_t *rows);
 bool engine_bench_tenants(const struct engine_bench_options *options, json_t *rows);
-/* engine_speculation.c, engine_pair.c: the same */
+/* engine_speculation.c, engine_pair.c, engine_swap.c: the same */
+bool engine_bench_swap(const struct engine_bench_options *options, json_t *rows);
 bool engine_bench_speculation(const struct engine_bench_options *options, json_t *rows);
 bool engine_bench_placement(const struct engine_bench_options *options, json_t *rows);
 

@@ -18,9 +18,6 @@
 
 enum { DEFAULT_STREAMS = 4, MOST_STREAMS = 64, MOST_GAPS = 200000, MOST_STEPS = MOST_GAPS, WARM_TOKENS = 20, WORST = 12 };
 
-/* A stream's tokens as they come: gaps after the first are stored. */
-struct stream { struct sits_request *request; int64_t last_us, n; bool is_done; };
-
 /* Steps as the engine tells of them, while is_on. */
 struct step_log { atomic_bool is_on; atomic_int n; struct engine_step_times steps[MOST_STEPS]; };
 
@@ -29,7 +26,7 @@ struct stall { double alone_ms, took_ms, quiet_p99_ms, quiet_p50_ms, p50_ms, p99
 
 struct scene {
   struct engine_run run;
-  struct stream streams[MOST_STREAMS];
+  struct engine_bench_stream streams[MOST_STREAMS];
   int32_t *prompt, n_vocab, most_tokens, n_streams;
   int64_t n_prompt, n_gaps;
   double gaps[MOST_GAPS];
@@ -48,17 +45,6 @@ static void note_step(void *user, const struct engine_step_times *times)
   atomic_store(&l->n, n + 1);
 }
 
-static void take(struct stream *s, double *gaps, int64_t *n_gaps)
-{
-  struct sits_event e;
-  while (sits_request_poll(s->request, &e) == SITS_OK) {
-    if (e.kind == SITS_EVENT_FINISH) s->is_done = true;
-    if (e.kind != SITS_EVENT_TOKEN) continue;
-    if (s->n++ > 0 && *n_gaps < MOST_GAPS) gaps[(*n_gaps)++] = (double)(e.emitted_us - s->last_us) * 1e-3;
-    s->last_us = e.emitted_us;
-  }
-}
-
 /* Each stream begins with a prompt of its own, the same every time. */
 static void stream_prompt(struct scene *c, int stream)
 {
@@ -69,13 +55,14 @@ static void start_streams(struct scene *c)
 {
   for (int i = 0; i < c->n_streams; i++) {
     stream_prompt(c, i);
-    c->streams[i] = (struct stream){.request = engine_bench_submit(&c->run, c->prompt, c->run.options->stream_prompt, c->most_tokens)};
+    c->streams[i] = (struct engine_bench_stream){
+        .request = engine_bench_submit(&c->run, c->prompt, c->run.options->stream_prompt, c->most_tokens)};
   }
 }
 
 static void take_all(struct scene *c, int64_t *n_gaps)
 {
-  for (int i = 0; i < c->n_streams; i++) take(&c->streams[i], c->gaps, n_gaps);
+  for (int i = 0; i < c->n_streams; i++) engine_bench_take(&c->streams[i], c->gaps, MOST_GAPS, n_gaps);
 }
 
 /* Until each has said its first few tokens and n_tokens more; the gaps of those are kept. */
@@ -135,13 +122,13 @@ static double read_beside(struct scene *c)
   int64_t until[MOST_STREAMS] = {0}, n_ignored = MOST_GAPS;
   engine_bench_prompt(c->prompt, c->n_prompt, c->n_vocab, 8);
   const int64_t started_us = clock_monotonic_us();
-  struct stream longer = {.request = engine_bench_submit(&c->run, c->prompt, c->n_prompt, 1)};
+  struct engine_bench_stream longer = {.request = engine_bench_submit(&c->run, c->prompt, c->n_prompt, 1)};
   c->n_gaps = 0;
   atomic_store(&step_log.n, 0);
   atomic_store(&step_log.is_on, true);
   for (int i = 0; !longer.is_done || i < c->n_streams;) {
     const bool was_done = longer.is_done;
-    take(&longer, c->gaps, &n_ignored);
+    engine_bench_take(&longer, c->gaps, MOST_GAPS, &n_ignored);
     take_all(c, &c->n_gaps);
     for (int k = 0; k < c->n_streams && !was_done; k++) until[k] = c->streams[k].n + 1;
     if (was_done && (c->streams[i].n >= until[i] || c->streams[i].is_done)) i++;

@@ -33,6 +33,7 @@ static struct engine_options small_options(int32_t n_host_pages)
   o.max_model_len = 512;
   o.max_num_batched_tokens = 96;
   o.n_host_pages = n_host_pages;
+  o.swap_step_pages = 1; /* many steps with sequences half out or half in */
   o.n_sampler_threads = n_host_pages ? 2 : 0;
   o.overlap = n_host_pages > 0;
   o.itl_target_us = n_host_pages ? 2000 : 0;

@@ -205,9 +205,16 @@ static void test_swap_places(void **state)
   kv_swap_free(kv, &s);
   assert_int_equal(s.head, -1);
   assert_int_equal(kv_swap_out(kv, a, &t), SITS_OK);
-  kv_swap_free(kv, &t);
-  kv_swap_free(kv, &t);
   struct kv_counts c;
+  for (int32_t left = 3; left >= 0; left--) { /* the partial page first, then whole ones, which stay cached */
+    kv_give_back(kv, a, left);
+    kv_check(kv);
+    kv_counts(kv, &c);
+    assert_int_equal(c.n_referenced, left);
+    assert_int_equal(c.n_cached, 3 - left);
+  }
+  kv_swap_free(kv, &t);
+  kv_swap_free(kv, &t);
   kv_counts(kv, &c);
   assert_int_equal(c.n_host_free, 4);
   kv_close(kv, a);
