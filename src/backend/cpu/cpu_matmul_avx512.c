@@ -1,7 +1,7 @@
 /* Matrix multiply for AVX-512 with VNNI: 16 rows to a vector, one vpdpbusd for 16 rows x 4 k of a token.
  *
- * Up to MOST_DIRECT tokens (decode, small batches), 8 at a time: the group's 8 vectors of unsigned integers are unpacked into registers
- * straight from the packed weight and used for all of them; with few tokens the weight is read once and memory is the limit. More tokens
+ * Up to MOST_DIRECT tokens (decode, small batches), 8 at a time: each of the group's 8 vectors of unsigned integers is unpacked from the
+ * packed weight where it is used, for all of them; with few tokens the weight is read once and memory is the limit. More tokens
  * (prefill): a panel of 16 rows x up to PANEL_GROUPS groups is unpacked once into scratch, bytes and f32 scales, and every tile of 12
  * tokens runs over it: 12 integer and 12 f32 accumulators, one vector of weights, broadcasts from memory. A group costs 8 vpdpbusd, one
  * vpmaddwd for zero point and offset, a conversion, a product and one or two FMAs per token. Where K is longer than a panel, the f32 sums
@@ -28,11 +28,7 @@
 #define PREFETCH_FAR 8192           /* there into L2, for what may be in flight to L1 alone does not fill the memory's latency, */
 #define PREFETCH_NEAR 4096          /* and from there into L1 */
 
-struct group {
-  __m512i w[CPU_VECTORS];
-  __m512i n[2];                     /* i16 pairs [sum of u, offset] of each half */
-  __m512 d[2], m[2];
-};
+struct scales { __m512 d[2], m[2]; };  /* of each half */
 
 /* (x >> bits) for 0..7 and (x << -bits) for negative: bits cross bytes, the caller masks. */
 INLINE __m512i shift(__m512i x, int bits)
@@ -40,42 +36,29 @@ INLINE __m512i shift(__m512i x, int bits)
   return bits > 0 ? _mm512_srli_epi16(x, (unsigned)bits) : bits < 0 ? _mm512_slli_epi16(x, (unsigned)-bits) : x;
 }
 
-INLINE void unpack_planes(int low, int high, const uint8_t *plane, __m512i w[CPU_VECTORS])
+/* Vector v of a group's integers. */
+INLINE __m512i vector_of(int low, int high, const uint8_t *plane, int v)
 {
   const uint8_t *top = plane + 64 * low;
-  if (low == 8)
-    for (int v = 0; v < 8; v++) w[v] = _mm512_loadu_si512(plane + 64 * v);
-  if (low == 4)
-    for (int v = 0; v < 4; v++) {
-      __m512i both = _mm512_loadu_si512(plane + 64 * v), mask = _mm512_set1_epi8(15);
-      w[v] = _mm512_and_si512(both, mask);
-      w[v + 4] = _mm512_and_si512(shift(both, 4), mask);
-    }
-  if (low == 2)
-    for (int v = 0; v < 8; v++)
-      w[v] = _mm512_and_si512(shift(_mm512_loadu_si512(plane + 64 * (v / 4)), 2 * (v % 4)), _mm512_set1_epi8(3));
-  if (high == 1) {
-    __m512i bits = _mm512_loadu_si512(top), mask = _mm512_set1_epi8((char)(1 << low));
-    for (int v = 0; v < 8; v++) w[v] = _mm512_ternarylogic_epi32(w[v], shift(bits, v - low), mask, 0xf8); /* w | (bits & mask) */
-  }
-  if (high == 2)
-    for (int v = 0; v < 8; v++) {
-      __m512i bits = _mm512_loadu_si512(top + 64 * (v / 4)), mask = _mm512_set1_epi8((char)(3 << low));
-      w[v] = _mm512_ternarylogic_epi32(w[v], shift(bits, 2 * (v % 4) - low), mask, 0xf8);
-    }
+  const __m512i planes = _mm512_loadu_si512(plane + 64 * (low == 8 ? v : low == 4 ? v % 4 : v / 4));
+  __m512i u = planes;
+  if (low == 4) u = _mm512_and_si512(shift(planes, v / 4 * 4), _mm512_set1_epi8(15));
+  if (low == 2) u = _mm512_and_si512(shift(planes, 2 * (v % 4)), _mm512_set1_epi8(3));
+  if (high == 0) return u;
+  const __m512i bits = shift(_mm512_loadu_si512(high == 1 ? top : top + 64 * (v / 4)), high == 1 ? v - low : 2 * (v % 4) - low);
+  const __m512i mask = _mm512_set1_epi8((char)((high == 1 ? 1 : 3) << low));
+  return _mm512_ternarylogic_epi32(u, bits, mask, 0xf8); /* u | (bits & mask) */
 }
 
-/* Row sums of u next to the offset. Up to 252 the bytes themselves are added first. */
-INLINE __m512i row_sums(int bits, int halves, int offset, const __m512i *w)
+/* Sums of u over a row's half or whole group: begun, one vector more, and ended next to the offset. Up to 252 the bytes are added first. */
+INLINE __m512i sums_begin(int bits, int offset) { return bits == 8 ? _mm512_set1_epi32(offset << 16) : _mm512_setzero_si512(); }
+INLINE __m512i sums_add(int bits, __m512i sums, __m512i u)
 {
-  __m512i sum = _mm512_set1_epi32(offset << 16), ones = _mm512_set1_epi8(1);
-  if (bits == 8) {
-    for (int v = 0; v < 8; v++) sum = _mm512_dpbusd_epi32(sum, w[v], ones);
-    return sum;
-  }
-  __m512i bytes = _mm512_add_epi8(_mm512_add_epi8(w[0], w[1]), _mm512_add_epi8(w[2], w[3]));
-  if (halves == 1) bytes = _mm512_add_epi8(bytes, _mm512_add_epi8(_mm512_add_epi8(w[4], w[5]), _mm512_add_epi8(w[6], w[7])));
-  return _mm512_dpbusd_epi32(sum, bytes, ones);
+  return bits == 8 ? _mm512_dpbusd_epi32(sums, u, _mm512_set1_epi8(1)) : _mm512_add_epi8(sums, u);
+}
+INLINE __m512i sums_end(int bits, int offset, __m512i sums)
+{
+  return bits == 8 ? sums : _mm512_dpbusd_epi32(_mm512_set1_epi32(offset << 16), sums, _mm512_set1_epi8(1));
 }
 
 INLINE __m512 load_half(const uint8_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
@@ -86,7 +69,7 @@ INLINE __m512 bytes_to_ps(__m128i bytes, int is_signed)
 }
 
 /* Scales of group j of a chunk. */
-INLINE void unpack_scales(CPU_FORMAT_PARAMS, const uint8_t *header, int j, struct group *out)
+INLINE void unpack_scales(CPU_FORMAT_PARAMS, const uint8_t *header, int j, struct scales *out)
 {
   if (!super) {
     out->d[0] = load_half(header + j * 2 * W);
@@ -103,14 +86,6 @@ INLINE void unpack_scales(CPU_FORMAT_PARAMS, const uint8_t *header, int j, struc
     out->d[h] = _mm512_mul_ps(d, bytes_to_ps(s, 1));
     if (mins) out->m[h] = _mm512_xor_ps(_mm512_mul_ps(dmin, bytes_to_ps(min, 0)), _mm512_set1_ps(-0.0F));
   }
-}
-
-/* Group j of a chunk. */
-INLINE void unpack(CPU_FORMAT_PARAMS, const uint8_t *chunk, int j, struct group *out)
-{
-  unpack_planes(low, high, chunk + CPU_HEADER_BYTES + j * CPU_PLANE_BYTES, out->w);
-  for (int h = 0; h < halves; h++) out->n[h] = row_sums(low + high, halves, offset, out->w + 4 * h);
-  unpack_scales(CPU_FORMAT_ARGS, chunk, j, out);
 }
 
 INLINE __m512i broadcast32(const uint8_t *at)
@@ -134,67 +109,80 @@ INLINE __m512i dot4(__m512i acc, __m512i u, const uint8_t *at)
   return acc;
 }
 
+/* acc + n . the pair of 16-bit integers at `at`. */
+INLINE __m512i dot2(__m512i acc, __m512i n, const uint8_t *at)
+{
+  __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(n), "m"(*(const int32_t *)at));
+  return acc;
+}
+
 INLINE __mmask16 row_mask(int64_t n) { return n >= W ? 0xffff : (__mmask16)((1U << n) - 1); }
 
 /* Where the records of a group begin, of the act tile that holds token t of `direct`. */
 struct records { const uint8_t *rec[2], *second[2]; };
 
-/* One group of a row tile times nt tokens of act tiles of n. The tokens' dot products go side by side, and those of a lone token in two
- * chains: a chain of eight waits for itself, and no more than three of them fit the scheduler. */
-INLINE void add_group(int halves, int mins, const struct group *q, const struct records *at, int n, int nt, __m512 *y)
+/* Group j of a chunk times nt tokens of act tiles of n. Each vector is unpacked where it is used and the row sums come last, so that
+ * nothing waits for all of the unpacking; the tokens' dot products go side by side, and those of a lone token in two chains, for a chain of
+ * eight waits for itself. */
+INLINE void add_group(CPU_FORMAT_PARAMS, const uint8_t *chunk, int j, const struct records *at, int n, int nt, __m512 *y)
 {
+  const uint8_t *plane = chunk + CPU_HEADER_BYTES + j * CPU_PLANE_BYTES;
+  const int bits = low + high;
+  struct scales q;
+  unpack_scales(CPU_FORMAT_ARGS, chunk, j, &q);
   for (int h = 0; h < halves; h++) {
-    const int first = 8 / halves * h, end = 8 / halves * (h + 1), middle = nt == 1 ? (first + end) / 2 : end;
-    __m512i dot[DIRECT_TOKENS], other = _mm512_setzero_si512();
-    for (int t = 0; t < nt; t++) {
-      const uint8_t *pairs = halves == 1 ? at->rec[t / 4] + 36 * n : at->second[t / 4] + 4 * n * h;
-      dot[t] = _mm512_madd_epi16(q->n[h], broadcast32(pairs + 4 * (t % 4)));
-    }
+    __m512i dot[DIRECT_TOKENS], other = _mm512_setzero_si512(), sums = sums_begin(bits, offset);
+    for (int t = 0; t < nt; t++) dot[t] = _mm512_setzero_si512();
 #pragma GCC unroll 8
-    for (int v = first; v < middle; v++) {
+    for (int i = 0; i < 8 / halves; i++) {
+      const int v = halves == 1 ? i / 2 + i % 2 * 4 : 4 * h + i; /* both nibbles of a vector together */
+      const __m512i u = vector_of(low, high, plane, v);
+      sums = sums_add(bits, sums, u);
 #pragma GCC unroll 8
-      for (int t = 0; t < nt; t++) dot[t] = dot4(dot[t], q->w[v], at->rec[t / 4] + 32 * (t % 4) + 4 * v);
-      if (nt == 1) other = dot4(other, q->w[v + end - middle], at->rec[0] + 4 * (v + end - middle));
+      for (int t = 0; t < nt; t++) {
+        __m512i *acc = nt == 1 && i % 2 == 1 ? &other : &dot[t];
+        *acc = dot4(*acc, u, at->rec[t / 4] + 32 * (t % 4) + 4 * v);
+      }
     }
     if (nt == 1) dot[0] = _mm512_add_epi32(dot[0], other);
+    sums = sums_end(bits, offset, sums);
     for (int t = 0; t < nt; t++) {
-      __m512 s = broadcast_ps(at->rec[t / 4] + 32 * n + 4 * (t % 4));
-      y[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t]), _mm512_mul_ps(q->d[h], s), y[t]);
+      const uint8_t *pairs = halves == 1 ? at->rec[t / 4] + 36 * n : at->second[t / 4] + 4 * n * h;
+      const __m512 bracket = _mm512_cvtepi32_ps(dot2(dot[t], sums, pairs + 4 * (t % 4)));
+      y[t] = _mm512_fmadd_ps(bracket, _mm512_mul_ps(q.d[h], broadcast_ps(at->rec[t / 4] + 32 * n + 4 * (t % 4))), y[t]);
       if (!mins) continue;
       const uint8_t *x = halves == 1 ? at->rec[t / 4] + 40 * n : at->second[t / 4] + 8 * n + 4 * n * h;
-      y[t] = _mm512_fmadd_ps(q->m[h], broadcast_ps(x + 4 * (t % 4)), y[t]);
+      y[t] = _mm512_fmadd_ps(q.m[h], broadcast_ps(x + 4 * (t % 4)), y[t]);
     }
   }
 }
 
-/* The line `far` bytes ahead into the L2 cache (0: not), the one `near` ahead into L1. */
-INLINE void prefetch(const char *at, size_t far, size_t near)
+/* The line that is to come into L1 next; if `far`, also the one behind it into L2. */
+INLINE void prefetch(const char *at, int far)
 {
-  if (far > 0) _mm_prefetch(at + far, _MM_HINT_T1);
-  _mm_prefetch(at + near, _MM_HINT_T0);
+  if (far) _mm_prefetch(at + PREFETCH_FAR, _MM_HINT_T1);
+  _mm_prefetch(at + (far ? PREFETCH_NEAR : PREFETCH_BYTES), _MM_HINT_T0);
 }
 
-/* One row tile times nt = 1 .. 8 tokens, those of the act tiles (n tokens each) from `act` on; n_tokens of them are real. */
-INLINE void direct(CPU_FORMAT_PARAMS, int n, int nt, const struct cpu_weight *w, const uint8_t *tile, const uint8_t *act, int32_t n_tokens,
-                   float *y, int64_t ldy, __mmask16 mask)
+/* One row tile times nt = 1 .. 8 tokens, those of the act tiles (n tokens each) from `act` on; n_tokens of them are real. far:
+ * w->prefetches, a constant here, for the distances are then part of the instructions. */
+INLINE void direct(CPU_FORMAT_PARAMS, int far, int n, int nt, const struct cpu_weight *w, const uint8_t *tile, const uint8_t *act,
+                   int32_t n_tokens, float *y, int64_t ldy, __mmask16 mask)
 {
   const int64_t groups = w->k / CPU_GROUP;
-  const size_t act_tile = nt > 4 ? cpu_act_tile_bytes_q8(w->k, n) : 0, far = w->prefetches ? PREFETCH_FAR : 0;
-  const size_t near = w->prefetches ? PREFETCH_NEAR : PREFETCH_BYTES;
+  const size_t act_tile = nt > 4 ? cpu_act_tile_bytes_q8(w->k, n) : 0;
   const uint8_t *chunk = tile, *second = act + groups * CPU_RECORD_BYTES * n;
-  const bool prefetches = nt >= PREFETCH_FROM || w->prefetches;
+  const bool prefetches = nt >= PREFETCH_FROM || far;
   struct records at = {{act, act + act_tile}, {second, second + act_tile}};
   __m512 sum[DIRECT_TOKENS];
   for (int t = 0; t < nt; t++) sum[t] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; g += CPU_CHUNK_GROUPS, chunk += CPU_CHUNK_BYTES) {
     const char *line = (const char *)chunk;
-    for (int i = 0; prefetches && i < CPU_HEADER_BYTES; i += 64, line += 64) prefetch(line, far, near);
+    for (int i = 0; prefetches && i < CPU_HEADER_BYTES; i += 64, line += 64) prefetch(line, far);
     for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++) {
-      struct group q;
-      for (int i = 0; prefetches && i < low + high; i++, line += 64) prefetch(line, far, near);
-      unpack(CPU_FORMAT_ARGS, chunk, j, &q);
+      for (int i = 0; prefetches && i < low + high; i++, line += 64) prefetch(line, far);
       __asm__("" : "+r"(at.rec[0]), "+r"(at.rec[1])); /* opaque: see panel_tile */
-      add_group(halves, mins, &q, &at, n, nt, sum);
+      add_group(CPU_FORMAT_ARGS, chunk, j, &at, n, nt, sum);
       for (int i = 0; i < 2; i++) {
         at.rec[i] += CPU_RECORD_BYTES * n;
         at.second[i] += CPU_SECOND_BYTES * n;
@@ -206,20 +194,20 @@ INLINE void direct(CPU_FORMAT_PARAMS, int n, int nt, const struct cpu_weight *w,
 }
 
 /* Rows r0..r1 for a batch of at most MOST_DIRECT tokens, up to 8 at a time over each row tile, which the caches hold meanwhile. */
-INLINE void directs(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y,
-                    int64_t ldy)
+INLINE void directs(CPU_FORMAT_PARAMS, int far, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1,
+                    float *y, int64_t ldy)
 {
   const uint8_t *tile = w->data + (size_t)(r0 / W) * w->tile_bytes;
   const size_t act_tile = cpu_act_tile_bytes_q8(w->k, CPU_ACT_MAX_TILE);
   for (int64_t r = r0; r < r1; r += W, tile += w->tile_bytes) {
     __mmask16 mask = row_mask(r1 - r);
-    if (n_tokens == 1) direct(CPU_FORMAT_ARGS, 1, 1, w, tile, act, 1, y + r, ldy, mask);
-    else if (n_tokens == 2) direct(CPU_FORMAT_ARGS, 2, 2, w, tile, act, 2, y + r, ldy, mask);
+    if (n_tokens == 1) direct(CPU_FORMAT_ARGS, far, 1, 1, w, tile, act, 1, y + r, ldy, mask);
+    else if (n_tokens == 2) direct(CPU_FORMAT_ARGS, far, 2, 2, w, tile, act, 2, y + r, ldy, mask);
     else
       for (int32_t t = 0; t < n_tokens; t += 8) {
         const uint8_t *first = act + act_tile * (size_t)(t / 4);
         int32_t left = n_tokens - t;
-#define DIRECT(nt) direct(CPU_FORMAT_ARGS, 4, nt, w, tile, first, left, y + t * ldy + r, ldy, mask)
+#define DIRECT(nt) direct(CPU_FORMAT_ARGS, far, 4, nt, w, tile, first, left, y + t * ldy + r, ldy, mask)
         if (left > 7) DIRECT(8);
         else if (left > 6) DIRECT(7);
         else if (left > 5) DIRECT(6);
@@ -239,13 +227,20 @@ INLINE void directs(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t
 INLINE void fill_panel(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *tile, int64_t g0, int64_t g1, uint8_t *panel)
 {
   for (int64_t g = g0; g < g1; g++, panel += PANEL_BYTES(halves, mins)) {
-    struct group q;
+    const uint8_t *chunk = tile + g / CPU_CHUNK_GROUPS * CPU_CHUNK_BYTES;
+    const int j = (int)(g % CPU_CHUNK_GROUPS), bits = low + high;
+    struct scales q;
     const char *ahead = (const char *)tile + g * (CPU_CHUNK_BYTES / CPU_CHUNK_GROUPS) + PREFETCH_BYTES;
     for (int i = 0; i < CPU_PLANE_BYTES + CPU_HEADER_BYTES / CPU_CHUNK_GROUPS; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
-    unpack(CPU_FORMAT_ARGS, tile + g / CPU_CHUNK_GROUPS * CPU_CHUNK_BYTES, (int)(g % CPU_CHUNK_GROUPS), &q);
-    for (int v = 0; v < 8; v++) _mm512_store_si512(panel + 64 * v, q.w[v]);
+    unpack_scales(CPU_FORMAT_ARGS, chunk, j, &q);
     for (int h = 0; h < halves; h++) {
-      _mm512_store_si512(panel + 512 + 64 * h, q.n[h]);
+      __m512i sums = sums_begin(bits, offset);
+      for (int v = 8 / halves * h; v < 8 / halves * (h + 1); v++) {
+        const __m512i u = vector_of(low, high, chunk + CPU_HEADER_BYTES + j * CPU_PLANE_BYTES, v);
+        sums = sums_add(bits, sums, u);
+        _mm512_store_si512(panel + 64 * v, u);
+      }
+      _mm512_store_si512(panel + 512 + 64 * h, sums_end(bits, offset, sums));
       _mm512_store_ps(panel + 512 + 64 * (halves + h), q.d[h]);
       if (mins) _mm512_store_ps(panel + 512 + 64 * (2 * halves + h), q.m[h]);
     }
@@ -340,7 +335,8 @@ INLINE void panels(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t 
 INLINE void rows_of(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y,
                     int64_t ldy, uint8_t *scratch)
 {
-  if (n_tokens <= MOST_DIRECT) directs(CPU_FORMAT_ARGS, w, act, n_tokens, r0, r1, y, ldy);
+  if (n_tokens <= MOST_DIRECT && w->prefetches) directs(CPU_FORMAT_ARGS, 1, w, act, n_tokens, r0, r1, y, ldy);
+  else if (n_tokens <= MOST_DIRECT) directs(CPU_FORMAT_ARGS, 0, w, act, n_tokens, r0, r1, y, ldy);
   else panels(CPU_FORMAT_ARGS, w, act, n_tokens, r0, r1, y, ldy, scratch);
 }
 
