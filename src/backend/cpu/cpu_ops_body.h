@@ -19,22 +19,30 @@
 #define P KV_PAGE_TOKENS
 #define INLINE static inline __attribute__((always_inline))
 
-/* exp by range reduction to 2^n * 2^f, |f| <= 1/2, and a polynomial (Taylor with economised last terms, relative error under 2e-7);
- * arguments are clamped to [-87, 88], so results are finite and normal. */
+/* exp of n vectors, at most 4, side by side, by range reduction to 2^n * 2^f, |f| <= 1/2, and a polynomial (Taylor with economised last
+ * terms, relative error under 2e-7); arguments are clamped to [-87, 88], so results are finite and normal. */
+#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
+INLINE void exp_n(VEC *x, const int n)
+{
+  VEC whole[4], r[4], p[4];
+  EACH x[i] = v_min(v_max(x[i], v_set1(-87.0f)), v_set1(88.0f));
+  EACH whole[i] = v_round(v_mul(x[i], v_set1(1.44269504088896341f)));
+  EACH r[i] = v_fma(whole[i], v_set1(-0.693359375f), x[i]);
+  EACH r[i] = v_fma(whole[i], v_set1(2.12194440e-4f), r[i]);
+  EACH p[i] = v_fma(v_set1(1.9875691500e-4f), r[i], v_set1(1.3981999507e-3f));
+  EACH p[i] = v_fma(p[i], r[i], v_set1(8.3334519073e-3f));
+  EACH p[i] = v_fma(p[i], r[i], v_set1(4.1665795894e-2f));
+  EACH p[i] = v_fma(p[i], r[i], v_set1(1.6666665459e-1f));
+  EACH p[i] = v_fma(p[i], r[i], v_set1(5.0000001201e-1f));
+  EACH p[i] = v_add(v_fma(v_mul(p[i], r[i]), r[i], r[i]), v_set1(1.0f));
+  EACH x[i] = v_mul(p[i], v_exp2i(whole[i]));
+}
+#undef EACH
+
 INLINE VEC exp_v(VEC x)
 {
-  x = v_min(v_max(x, v_set1(-87.0f)), v_set1(88.0f));
-  const VEC n = v_round(v_mul(x, v_set1(1.44269504088896341f)));
-  VEC r = v_fma(n, v_set1(-0.693359375f), x);
-  r = v_fma(n, v_set1(2.12194440e-4f), r);
-  VEC p = v_set1(1.9875691500e-4f);
-  p = v_fma(p, r, v_set1(1.3981999507e-3f));
-  p = v_fma(p, r, v_set1(8.3334519073e-3f));
-  p = v_fma(p, r, v_set1(4.1665795894e-2f));
-  p = v_fma(p, r, v_set1(1.6666665459e-1f));
-  p = v_fma(p, r, v_set1(5.0000001201e-1f));
-  p = v_add(v_fma(v_mul(p, r), r, r), v_set1(1.0f));
-  return v_mul(p, v_exp2i(n));
+  exp_n(&x, 1);
+  return x;
 }
 
 static void op_rmsnorm(const float *x, const float *gain, int32_t n, float eps, float *y)
@@ -124,13 +132,27 @@ static void op_scale_add(float *y, float b, const float *x, float a, int32_t n)
 #define FETCH(next, at) __builtin_prefetch((next) + (at), 0, 2)
 #define LINE_VECTORS(TYPE) (64 / (VW * (int)sizeof(TYPE)) > 0 ? 64 / (VW * (int)sizeof(TYPE)) : 1)
 
+/* Rows that share what is loaded of a block, as many as sums fit the registers beside it: more are cut into equal parts. */
+#if VW == 16
+#define MOST_ROWS 12
+#define EACH_ROWS(X, NAME) \
+  X(NAME, 1) X(NAME, 2) X(NAME, 3) X(NAME, 4) X(NAME, 5) X(NAME, 6) X(NAME, 7) X(NAME, 8) X(NAME, 9) X(NAME, 10) X(NAME, 11) X(NAME, 12)
+#define PV_COLUMNS(R) ((R) <= 6 ? 4 : 2)
+#else
+#define MOST_ROWS 6
+#define EACH_ROWS(X, NAME) X(NAME, 1) X(NAME, 2) X(NAME, 3) X(NAME, 4) X(NAME, 5) X(NAME, 6)
+#define PV_COLUMNS(R) 2
+#endif
+#define QK_CASE(NAME, R) case R: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, R, (R) <= 3 ? 4 : 2); break;
+#define PV_CASE(NAME, R) case R: NAME##_rows(p, ldp, v, dv, n, acc, next, R, PV_COLUMNS(R)); break;
+
 /* One tile of scores: R rows by NT vectors of tokens, all D channels. R and NT are constants at every call, so acc lives in registers. */
 #define QK_TILE(NAME, TYPE, LOAD)                                                                                              \
   INLINE void NAME##_tile(const float *q, int32_t ldq, const TYPE *k, int32_t ldk, int32_t head_dim, float *s, int32_t lds,    \
                           const TYPE *next, const int R, const int NT)                                                         \
   {                                                                                                                            \
-    VEC acc[6][4];                                                                                                             \
-    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
+    VEC acc[MOST_ROWS][4];                                                                                                     \
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                                       \
       _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) acc[r][t] = v_set1(0);                                              \
     for (int32_t d = 0; d < head_dim; d++) {                                                                                   \
       VEC kv[4];                                                                                                               \
@@ -138,12 +160,12 @@ static void op_scale_add(float *y, float b, const float *x, float a, int32_t n)
       if (next) {                                                                                                              \
         _Pragma("GCC unroll 8") for (int t = 0; t < NT; t += LINE_VECTORS(TYPE)) FETCH(next, (size_t)d * (size_t)ldk + (size_t)(t * VW)); \
       }                                                                                                                        \
-      _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                                    \
+      _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                                                   \
         const VEC qv = v_set1(q[(size_t)r * ldq + d]);                                                                         \
         _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) acc[r][t] = v_fma(qv, kv[t], acc[r][t]);                          \
       }                                                                                                                        \
     }                                                                                                                          \
-    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                                       \
       _Pragma("GCC unroll 8") for (int t = 0; t < NT; t++) v_store(s + (size_t)r * lds + t * VW, acc[r][t]);                   \
   }                                                                                                                            \
   INLINE void NAME##_rows(const float *q, int32_t ldq, const TYPE *k, int32_t ldk, int32_t head_dim, int32_t nv, float *s,     \
@@ -158,37 +180,28 @@ static void op_scale_add(float *y, float b, const float *x, float a, int32_t n)
                         float *s, int32_t lds, const TYPE *next)                                                               \
   {                                                                                                                            \
     const int32_t nv = (n + CPU_V_ALIGN - 1) / CPU_V_ALIGN * (CPU_V_ALIGN / VW);                                               \
-    int32_t r = 0;                                                                                                             \
-    for (; r + 6 <= rows; r += 6, next = NULL)                                                                                 \
-      NAME##_rows(q + (size_t)r * ldq, ldq, k, ldk, head_dim, nv, s + (size_t)r * lds, lds, next, 6, 2);                       \
-    q += (size_t)r * ldq;                                                                                                      \
-    s += (size_t)r * lds;                                                                                                      \
-    switch (rows - r) {                                                                                                        \
-    case 5: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 5, 2); break;                                              \
-    case 4: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 4, 2); break;                                              \
-    case 3: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 3, 4); break;                                              \
-    case 2: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 2, 4); break;                                              \
-    case 1: NAME##_rows(q, ldq, k, ldk, head_dim, nv, s, lds, next, 1, 4); break;                                              \
-    default: break;                                                                                                            \
+    const int32_t n_parts = (rows + MOST_ROWS - 1) / MOST_ROWS;                                                                \
+    for (int32_t i = 0; i < n_parts; i++, next = NULL) {                                                                       \
+      const int32_t part = (rows * (i + 1)) / n_parts - rows * i / n_parts;                                                    \
+      switch (part) {                                                                                                          \
+        EACH_ROWS(QK_CASE, NAME)                                                                                               \
+      default: break;                                                                                                          \
+      }                                                                                                                        \
+      q += (size_t)part * ldq;                                                                                                 \
+      s += (size_t)part * lds;                                                                                                 \
     }                                                                                                                          \
   }
 
 QK_TILE(qk_f16, uint16_t, v_load_h)
 QK_TILE(qk_f32, float, v_load)
 
-#if VW == 16
-#define PV_COLUMNS 4
-#else
-#define PV_COLUMNS 2
-#endif
-
 /* One tile of outputs: R rows by NC vectors of channels, all tokens in ascending order. */
 #define PV_TILE(NAME, TYPE, LOAD)                                                                                              \
   INLINE void NAME##_tile(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const TYPE *next, const int R, \
                           const int NC)                                                                                        \
   {                                                                                                                            \
-    VEC acc[6][4];                                                                                                             \
-    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
+    VEC acc[MOST_ROWS][4];                                                                                                     \
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                                       \
       _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) acc[r][c] = v_load(o + (size_t)r * dv + c * VW);                    \
     for (int32_t j = 0; j < n; j++) {                                                                                          \
       VEC vv[4];                                                                                                               \
@@ -196,56 +209,64 @@ QK_TILE(qk_f32, float, v_load)
       if (next) {                                                                                                              \
         _Pragma("GCC unroll 8") for (int c = 0; c < NC; c += LINE_VECTORS(TYPE)) FETCH(next, (size_t)j * (size_t)dv + (size_t)(c * VW)); \
       }                                                                                                                        \
-      _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                                    \
+      _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                                                   \
         const VEC pv = v_set1(p[(size_t)r * ldp + j]);                                                                         \
         _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) acc[r][c] = v_fma(pv, vv[c], acc[r][c]);                          \
       }                                                                                                                        \
     }                                                                                                                          \
-    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)                                                                        \
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                                       \
       _Pragma("GCC unroll 8") for (int c = 0; c < NC; c++) v_store(o + (size_t)r * dv + c * VW, acc[r][c]);                    \
   }                                                                                                                            \
-  INLINE void NAME##_rows(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const TYPE *next, const int R) \
+  INLINE void NAME##_rows(const float *p, int32_t ldp, const TYPE *v, int32_t dv, int32_t n, float *o, const TYPE *next,       \
+                          const int R, const int NC)                                                                           \
   {                                                                                                                            \
     int32_t c = 0;                                                                                                             \
-    for (; c + PV_COLUMNS * VW <= dv; c += PV_COLUMNS * VW)                                                                    \
-      NAME##_tile(p, ldp, v + c, dv, n, o + c, next ? next + c : next, R, PV_COLUMNS);                                         \
+    for (; c + NC * VW <= dv; c += NC * VW)                                                                                    \
+      NAME##_tile(p, ldp, v + c, dv, n, o + c, next ? next + c : next, R, NC);                                                 \
     for (; c < dv; c += VW) NAME##_tile(p, ldp, v + c, dv, n, o + c, next ? next + c : next, R, 1);                            \
   }                                                                                                                            \
   static void op_##NAME(const float *p, int32_t ldp, int32_t rows, const TYPE *v, int32_t dv, int32_t n, float *acc,           \
                         const TYPE *next)                                                                                      \
   {                                                                                                                            \
-    int32_t r = 0;                                                                                                             \
-    for (; r + 6 <= rows; r += 6, next = NULL) NAME##_rows(p + (size_t)r * ldp, ldp, v, dv, n, acc + (size_t)r * dv, next, 6); \
-    p += (size_t)r * ldp;                                                                                                      \
-    acc += (size_t)r * dv;                                                                                                     \
-    switch (rows - r) {                                                                                                        \
-    case 5: NAME##_rows(p, ldp, v, dv, n, acc, next, 5); break;                                                                \
-    case 4: NAME##_rows(p, ldp, v, dv, n, acc, next, 4); break;                                                                \
-    case 3: NAME##_rows(p, ldp, v, dv, n, acc, next, 3); break;                                                                \
-    case 2: NAME##_rows(p, ldp, v, dv, n, acc, next, 2); break;                                                                \
-    case 1: NAME##_rows(p, ldp, v, dv, n, acc, next, 1); break;                                                                \
-    default: break;                                                                                                            \
+    const int32_t n_parts = (rows + MOST_ROWS - 1) / MOST_ROWS;                                                                \
+    for (int32_t i = 0; i < n_parts; i++, next = NULL) {                                                                       \
+      const int32_t part = (rows * (i + 1)) / n_parts - rows * i / n_parts;                                                    \
+      switch (part) {                                                                                                          \
+        EACH_ROWS(PV_CASE, NAME)                                                                                               \
+      default: break;                                                                                                          \
+      }                                                                                                                        \
+      p += (size_t)part * ldp;                                                                                                 \
+      acc += (size_t)part * dv;                                                                                                \
     }                                                                                                                          \
   }
 
 PV_TILE(pv_f16, uint16_t, v_load_h)
 PV_TILE(pv_f32, float, v_load)
 
+/* Four vectors at a time, of which those outside lo..hi are looked at lane by lane. The sum is taken in the order of the lanes. */
 static float op_softmax(float *s, int32_t n, int32_t lo, int32_t hi, float *max)
 {
   const int32_t v0 = lo / VW * VW, v1 = (hi + VW - 1) / VW * VW; /* the vectors that hold kept lanes */
-  VEC top = v_set1(-INFINITY);
-  for (int32_t i = v0; i < v1; i += VW) top = v_max(top, v_keep(v_load(s + i), lo - i, hi - i, v_set1(-INFINITY)));
-  const float m = v_top(top);
-  VEC sum = v_set1(0);
+  VEC top[4] = {v_set1(-INFINITY), v_set1(-INFINITY), v_set1(-INFINITY), v_set1(-INFINITY)}, sum = v_set1(0);
+  for (int32_t i = v0; i < v1; i += 4 * VW) {
+    const bool is_whole = i >= lo && i + 4 * VW <= hi;
+    for (int32_t j = 0, at = i; j < 4 && at < v1; j++, at += VW)
+      top[j] = v_max(top[j], is_whole ? v_load(s + at) : v_keep(v_load(s + at), lo - at, hi - at, v_set1(-INFINITY)));
+  }
+  const VEC m = v_set1(*max = v_top(v_max(v_max(top[0], top[1]), v_max(top[2], top[3]))));
   for (int32_t i = 0; i < v0; i += VW) v_store(s + i, v_set1(0));
-  for (int32_t i = v0; i < v1; i += VW) {
-    const VEC e = v_keep(exp_v(v_sub(v_load(s + i), v_set1(m))), lo - i, hi - i, v_set1(0));
-    sum = v_add(sum, e);
-    v_store(s + i, e);
+  for (int32_t i = v0; i < v1; i += 4 * VW) {
+    const bool is_whole = i >= lo && i + 4 * VW <= hi;
+    VEC e[4];
+    for (int32_t j = 0, at = i; j < 4; j++, at += VW) e[j] = at < v1 ? v_sub(v_load(s + at), m) : v_set1(0);
+    exp_n(e, 4);
+    for (int32_t j = 0, at = i; j < 4 && at < v1; j++, at += VW) {
+      if (!is_whole) e[j] = v_keep(e[j], lo - at, hi - at, v_set1(0));
+      sum = v_add(sum, e[j]);
+      v_store(s + at, e[j]);
+    }
   }
   for (int32_t i = v1; i < n; i += VW) v_store(s + i, v_set1(0));
-  *max = m;
   return v_sum(sum);
 }
 
