@@ -143,6 +143,10 @@ struct backend_costs {
   uint32_t f32_fusions;            /* program_fusion bits that keep what lies between their parts in f32: only these may hold a norm */
 };
 
+/* One more piece of a lane's work? end_us: when it will have ended, as far as known (clock_monotonic_us); 0: it is not known. It may be
+ * asked again for a smaller piece. */
+typedef bool backend_go_on(void *user, int64_t end_us);
+
 struct backend_vtable {
   int32_t abi;                     /* BACKEND_ABI */
   const char *name;                /* "cpu" */
@@ -189,14 +193,19 @@ struct backend_vtable {
    * a backend that cannot. lane_open: SITS_UNSUPPORTED where the kv's codec does not allow it. lane_begin: checks as submit does; what the
    * lane held is given up. The batch and its arrays stay as they are, and the pages it writes nobody else's, until it is done or given
    * up. lane_run computes until the batch is done or go_on(user) says no; it is asked every few hundred microseconds, on the calling
-   * thread. Once *is_done, wait(lane) gives the result, valid until the next lane_begin. lane_tokens: a chunk of so many computes about as
+   * thread. *end_us: when what is still running ends, as far as known (clock_monotonic_us), 0: nothing runs; a batch submitted meanwhile
+   * comes behind it. Once *is_done, wait(lane) gives the result, valid until the next lane_begin. lane_ahead, after submit: one piece more
+   * begins behind the batch just submitted, so that the device has work while the caller takes that batch's results; the next lane_run
+   * goes on from it. Nothing happens where no batch has begun or its last piece is next. NULL: not offered. lane_tokens: a chunk of so
+   * many computes about as
    * well as any (0: 128). */
   int32_t lane_tokens;
   int32_t tile_tokens; /* tokens of a step with prompts are computed in tiles of so many, beyond the first; 0: one by one */
   enum sits_status (*lane_open)(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
                                 struct backend_program **out, struct sits_error *err);
   enum sits_status (*lane_begin)(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch);
-  enum sits_status (*lane_run)(struct backend_program *lane, bool (*go_on)(void *user), void *user, bool *is_done);
+  enum sits_status (*lane_run)(struct backend_program *lane, backend_go_on *go_on, void *user, bool *is_done, int64_t *end_us);
+  enum sits_status (*lane_ahead)(struct backend_program *lane, bool *has_begun);
 
   void (*stats)(const struct backend_program *program, struct backend_stats *out); /* NULL in a backend without any */
 

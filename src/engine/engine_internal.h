@@ -149,8 +149,10 @@ struct engine_slice {
   struct backend_sample sample;   /* is_device: the device draws the prompt's token */
   bool is_device;
   int64_t until_us;               /* [loop] when this step's slice ends */
-  int64_t asked_us, gap_us;       /* [loop] when go_on was asked last; how long one more piece may take */
+  int64_t asked_us, gap_us;       /* [loop] when go_on was asked last; how long one more piece may take, 0: the backend tells of each */
   int32_t n_asked;                /* [loop] in this slice */
+  int64_t end_us;                 /* [loop] when what the lane was left to run ends */
+  bool is_ahead;                  /* [loop] its next slice has begun behind the batch in flight */
   int64_t reported_us;            /* [loop] of this step: slices that the planner has been told of already */
 };
 
@@ -291,6 +293,8 @@ void engine_beat(void *user);
 /* engine_slice.c; err: the device's own text, else empty */
 enum sits_status engine_slice_open(struct sits_engine *engine, struct sits_error *err) SITS_MUST_CHECK;
 void engine_slice_close(struct sits_engine *engine);
+/* Behind a batch just submitted: the slice of the next step begins, where the backend can and this one had a slice that goes on. */
+enum sits_status engine_slice_ahead(struct sits_engine *engine) SITS_MUST_CHECK;
 void engine_slice_run(struct sits_engine *engine, int64_t from_us); /* the plan's slice; from_us: when the step before ended */
 void engine_slice_run_behind(struct sits_engine *engine, int64_t from_us); /* and the prompt's next chunks, behind the plan's items */
 bool engine_slice_has_time(const struct sits_engine *engine); /* a piece of another one would be in time */

@@ -69,6 +69,7 @@ static bool begin(struct sits_engine *engine)
   int32_t n_moves = 0;
   struct kv_move move;
   engine_slice_drop(engine, slice->id);
+  slice->is_ahead = false;
   enum sits_status status = kv_reserve(engine->pages, choice->slot, end, &move, &n_moves);
   if (status == SITS_OK && n_moves > 0) {
     const struct kv_copy copy = {.from_page = move.from_page, .to_page = move.to_page};
@@ -101,17 +102,24 @@ static bool begin(struct sits_engine *engine)
   return true;
 }
 
-/* Time for one more piece of work? Pieces take about as long as the longest of the last few. */
-static bool go_on(void *user)
+/* Time for one more piece of work? Where the backend does not say how long, pieces take about as long as the longest of the last few. */
+static bool go_on(void *user, int64_t end_us)
 {
   struct sits_engine *engine = user;
   struct engine_slice *slice = &engine->slice;
-  int64_t now_us = clock_monotonic_us(), gap_us = now_us - slice->asked_us;
+  const int64_t now_us = clock_monotonic_us(), gap_us = now_us - slice->asked_us;
+  const bool is_first = slice->n_asked++ == 0;
   slice->asked_us = now_us;
-  if (slice->n_asked++ == 0) return true; /* never nothing */
-  if (gap_us > slice->gap_us) slice->gap_us = gap_us;
-  else slice->gap_us -= (slice->gap_us - gap_us + GAP_FADE - 1) / GAP_FADE;
-  return now_us + slice->gap_us <= slice->until_us && atomic_load(&engine->inbox_class) >= engine->plan.slice_class;
+  if (end_us > 0) {
+    slice->gap_us = 0;
+    if (is_first && engine->plan.sliced_us == 0) return true; /* never nothing */
+  } else {
+    if (is_first) return true;
+    if (gap_us > slice->gap_us) slice->gap_us = gap_us;
+    else slice->gap_us -= (slice->gap_us - gap_us + GAP_FADE - 1) / GAP_FADE;
+    end_us = now_us + slice->gap_us;
+  }
+  return end_us <= slice->until_us && atomic_load(&engine->inbox_class) >= engine->plan.slice_class;
 }
 
 /* The chunk is computed: as if it had been an item of a batch. */
@@ -146,21 +154,34 @@ static void end(struct sits_engine *engine)
   engine->plan.slice_ended = true;
 }
 
+enum sits_status engine_slice_ahead(struct sits_engine *engine)
+{
+  const struct backend_vtable *vtable = engine->options.vtable;
+  struct engine_slice *slice = &engine->slice;
+  slice->is_ahead = false;
+  if (!vtable->lane_ahead || slice->id < 0 || engine->plan.slice.id != slice->id || engine->plan.slice_is_behind) return SITS_OK;
+  return vtable->lane_ahead(slice->lane, &slice->is_ahead);
+}
+
 void engine_slice_run(struct sits_engine *engine, int64_t from_us)
 {
   struct engine_slice *slice = &engine->slice;
   bool is_done = false;
   if (engine->plan.slice.id < 0) return;
-  int64_t started_us = clock_monotonic_us();
+  int64_t started_us = clock_monotonic_us(), ended_us;
   if (engine->plan.slice_begins && !begin(engine)) return;
+  if (slice->is_ahead) started_us = from_us;
+  else if (slice->end_us > started_us) started_us = slice->end_us;
   slice->until_us = from_us + engine->plan.slice_us;
   if (slice->until_us < started_us + engine->plan.slice_least_us) slice->until_us = started_us + engine->plan.slice_least_us;
   slice->asked_us = started_us;
-  slice->n_asked = 0;
-  const enum sits_status status = engine->options.vtable->lane_run(slice->lane, go_on, engine, &is_done);
+  slice->n_asked = slice->is_ahead; /* that piece has begun */
+  slice->is_ahead = false;
+  const enum sits_status status = engine->options.vtable->lane_run(slice->lane, go_on, engine, &is_done, &slice->end_us);
   if (status != SITS_OK) engine_fail(engine, status);
   else if (is_done) end(engine);
-  engine->plan.sliced_us += clock_monotonic_us() - started_us;
+  ended_us = clock_monotonic_us();
+  engine->plan.sliced_us += (ended_us > slice->end_us ? ended_us : slice->end_us) - started_us;
 }
 
 void engine_slice_run_behind(struct sits_engine *engine, int64_t from_us)

@@ -158,16 +158,18 @@ static void forward_and_sample(struct sits_engine *engine)
   struct backend_result result = {0};
   const int64_t captured_us = capture_us(engine);
   int64_t started_us = clock_monotonic_us();
+  if (engine->slice.end_us > started_us) started_us = engine->slice.end_us; /* until then the device has the slice */
   if (engine->is_continuous) {
     int64_t serial_us = started_us - engine->last_step_end_us - engine->plan.sliced_us - engine->slice.reported_us - engine->swapped_us;
     engine->stats.serial_us_ewma += 0.1 * ((double)serial_us - engine->stats.serial_us_ewma);
   }
   atomic_fetch_add(&engine->n_steps_begun, 1);
   enum sits_status status = engine_submit_batch(engine);
+  if (status == SITS_OK) status = engine_slice_ahead(engine);
   if (status == SITS_OK && engine->options.overlap) overlap(engine);
   if (status == SITS_OK) status = engine_wait_batch(engine, &result);
   int64_t now_us = clock_monotonic_us();
-  engine->compute_us = now_us - started_us;
+  engine->compute_us = now_us > started_us ? now_us - started_us : 0; /* a slice's end is known in advance, not exactly */
   int64_t from_us = engine->is_continuous ? engine->last_step_end_us : engine->step_started_us;
   if (status == SITS_OK && engine->plan.slice.id >= 0 && engine->plan.slice_is_behind) {
     engine_slice_run_behind(engine, from_us);
@@ -212,6 +214,7 @@ static void run_slices(struct sits_engine *engine)
     engine->slice.reported_us += engine->plan.sliced_us;
     if (!is_urgent) {
       engine->last_step_end_us = clock_monotonic_us();
+      if (engine->last_step_end_us < engine->slice.end_us) engine->last_step_end_us = engine->slice.end_us;
       return;
     }
     drain_inbox(engine);

@@ -12,6 +12,7 @@ enum { LENGTH = 3000, CHUNK = 700, N_CHUNKS = (LENGTH + CHUNK - 1) / CHUNK, PAGE
        POOL_PAGES = 600, DECODES = 60, MOST_VOCAB = 200000 };
 
 static struct runner runner;
+static int32_t n_ahead; /* slices that have begun behind a batch */
 static float whole[N_CHUNKS][MOST_VOCAB], alone[DECODES][MOST_VOCAB], got[MOST_VOCAB];
 
 /* Tokens from .. from + n - 1 of a text in pages from page0 on, as a batch that lives until the next call with the same place. */
@@ -41,17 +42,30 @@ static enum sits_status take(struct backend_program *program, float *logits)
   return status;
 }
 
-static enum sits_status submit(int32_t text, int32_t page0, int32_t from, int32_t n, float *logits)
+/* lane: not NULL: its next slice begins behind the batch. */
+static enum sits_status submit_before(struct backend_program *lane, int32_t text, int32_t page0, int32_t from, int32_t n, float *logits)
 {
   static struct part part;
+  bool has_begun = false;
   make_part(&part, text, page0, from, n);
-  const enum sits_status status = runner.vtable->submit(runner.compiled, runner.kv, &part.batch);
+  enum sits_status status = runner.vtable->submit(runner.compiled, runner.kv, &part.batch);
+  if (!status && lane != NULL) status = runner.vtable->lane_ahead(lane, &has_begun);
+  n_ahead += has_begun;
   return status ? status : take(runner.compiled, logits);
+}
+
+static enum sits_status submit(int32_t text, int32_t page0, int32_t from, int32_t n, float *logits)
+{
+  return submit_before(NULL, text, page0, from, n, logits);
 }
 
 static bool is_same(const float *a, const float *b) { return memcmp(a, b, (size_t)runner.model->config.n_vocab * sizeof *a) == 0; }
 
-static bool go_on(void *user) { return (*(int32_t *)user)-- > 0; }
+static bool go_on(void *user, int64_t end_us)
+{
+  (void)end_us;
+  return (*(int32_t *)user)-- > 0;
+}
 
 /* The prompt's chunks on the lane, `patience` pieces a slice; between slices another sequence decodes, and now and then a third is read. */
 static bool read_in_slices(struct backend_program *lane, int32_t page0, int32_t patience, bool gives_up, int32_t *n_stops)
@@ -59,6 +73,7 @@ static bool read_in_slices(struct backend_program *lane, int32_t page0, int32_t 
   static struct part part;
   static float other[MOST_VOCAB];
   int32_t n_decoded = 0;
+  int64_t end_us;
   bool ok = true;
   *n_stops = 0;
   for (int32_t c = 0; c < N_CHUNKS && ok; c++) {
@@ -66,10 +81,10 @@ static bool read_in_slices(struct backend_program *lane, int32_t page0, int32_t 
     ok = runner.vtable->lane_begin(lane, runner.kv, &part.batch) == SITS_OK;
     for (bool is_done = false, has_given_up = false; ok && !is_done;) {
       int32_t left = patience;
-      ok = runner.vtable->lane_run(lane, go_on, &left, &is_done) == SITS_OK;
+      ok = runner.vtable->lane_run(lane, go_on, &left, &is_done, &end_us) == SITS_OK;
       *n_stops += !is_done;
       if (ok && !is_done && n_decoded < DECODES) {
-        ok = submit(2, 590, n_decoded, 1, other) == SITS_OK && is_same(other, alone[n_decoded]);
+        ok = submit_before(lane, 2, 590, n_decoded, 1, other) == SITS_OK && is_same(other, alone[n_decoded]);
         n_decoded++;
       }
       if (ok && !is_done && *n_stops % 7 == 3) ok = submit(3, 300, 0, 1500, other) == SITS_OK;
@@ -89,7 +104,9 @@ static void run(const char *codec, const char *prefill_weights)
   struct backend_program *lane = NULL;
   struct backend_result r;
   bool is_done, ok;
+  int64_t end_us;
   int32_t left = 9, n_stops;
+  n_ahead = 0;
   const struct runner_options options = {.model_path = "synthetic:tiny", .device = "cuda", .kv_codec = codec,
                                          .backend = {.max_batch_tokens = 4096, .max_seqs = 8, .prefill_weights = prefill_weights}};
   enum sits_status status = runner_open(&runner, &options, &err);
@@ -106,11 +123,12 @@ static void run(const char *codec, const char *prefill_weights)
   status = runner.vtable->lane_open(runner.compiled, runner.kv, CHUNK, &lane, &err);
   verdict(status == SITS_OK, "a lane: %s", status ? err.text : "open");
   if (status == SITS_OK) {
-    verdict(runner.vtable->lane_run(lane, go_on, &left, &is_done) == SITS_INVALID_ARGUMENT &&
+    verdict(runner.vtable->lane_run(lane, go_on, &left, &is_done, &end_us) == SITS_INVALID_ARGUMENT &&
                 runner.vtable->wait(lane, &r) == SITS_INVALID_ARGUMENT,
             "nothing has begun: refused");
     ok = read_in_slices(lane, 100, 1, false, &n_stops);
-    verdict(ok && n_stops >= N_CHUNKS, "a piece at a time, other batches between, %d stops: the same bits", n_stops);
+    verdict(ok && n_stops >= N_CHUNKS && n_ahead > 0, "a piece at a time, other batches between, %d stops, %d slices begun behind a batch: "
+            "the same bits", n_stops, n_ahead);
     ok = read_in_slices(lane, 200, 1, true, &n_stops);
     verdict(ok && n_stops >= N_CHUNKS, "each chunk given up once and begun again, %d stops: the same bits", n_stops);
     ok = read_in_slices(lane, 400, 1 << 30, false, &n_stops);

@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "base/hash.h"
 #include "base/mem.h"
 
@@ -270,6 +271,12 @@ static void stats_of(const struct backend_program *program, struct backend_stats
   *out = program->stats;
 }
 
+static void sleep_until(int64_t until_us)
+{
+  const int64_t left_us = until_us - clock_monotonic_us();
+  if (left_us > 0) usleep((useconds_t)left_us);
+}
+
 static enum sits_status submit(struct backend_program *program, struct backend_kv *kv, const struct backend_batch *b)
 {
   struct fake_rig *rig = program->rig;
@@ -290,6 +297,7 @@ static enum sits_status submit(struct backend_program *program, struct backend_k
   atomic_fetch_add(&rig->n_tokens, b->n_tokens);
   if (b->n_tokens > atomic_load(&rig->largest_batch)) atomic_store(&rig->largest_batch, b->n_tokens);
   if (b->n_seqs > atomic_load(&rig->largest_seqs)) atomic_store(&rig->largest_seqs, b->n_seqs);
+  sleep_until(rig->busy_until_us);
   int delay_us = atomic_load(&rig->step_delay_us) + atomic_load(&rig->token_delay_us) * b->n_tokens;
   if (delay_us > 0) usleep((useconds_t)delay_us);
   capture(program, b);
@@ -354,28 +362,59 @@ static enum sits_status lane_begin(struct backend_program *lane, struct backend_
   return SITS_OK;
 }
 
-static enum sits_status lane_run(struct backend_program *lane, bool (*go_on)(void *user), void *user, bool *is_done)
+/* One token; with tells_ends it is left to run, behind the one before it. */
+static void lane_token(struct backend_program *lane)
 {
   const struct backend_batch *b = lane->batch;
-  int fail_at = atomic_load(&lane->rig->fail_at_step);
-  if (fail_at > 0 && atomic_load(&lane->rig->n_steps) >= fail_at) return SITS_DEVICE;
+  struct fake_rig *rig = lane->rig;
+  const int delay_us = atomic_load(&rig->token_delay_us);
+  *place(lane->kv, b, 0, b->positions[lane->n_written]) = b->tokens[lane->n_written]; /* lanes have one column */
+  lane->n_written++;
+  if (!atomic_load(&rig->tells_ends)) {
+    if (delay_us > 0) usleep((useconds_t)delay_us);
+    return;
+  }
+  sleep_until(rig->busy_until_us);
+  rig->busy_until_us = clock_monotonic_us() + delay_us;
+}
+
+static enum sits_status lane_run(struct backend_program *lane, backend_go_on *go_on, void *user, bool *is_done, int64_t *end_us)
+{
+  const struct backend_batch *b = lane->batch;
+  struct fake_rig *rig = lane->rig;
+  int fail_at = atomic_load(&rig->fail_at_step);
+  const bool tells = atomic_load(&rig->tells_ends);
+  *end_us = 0;
+  if (fail_at > 0 && atomic_load(&rig->n_steps) >= fail_at) return SITS_DEVICE;
   require(b != NULL, "nothing was begun in the lane");
   *is_done = false;
-  for (; lane->n_written < b->n_tokens; lane->n_written++) {
-    if (lane->rig->during_slice) lane->rig->during_slice(lane->rig->during_user);
-    if (!go_on(user)) {
-      atomic_fetch_add(&lane->rig->n_slices, 1);
+  while (lane->n_written < b->n_tokens) {
+    const int64_t now_us = clock_monotonic_us(), from_us = now_us > rig->busy_until_us ? now_us : rig->busy_until_us;
+    if (rig->during_slice) rig->during_slice(rig->during_user);
+    if (!go_on(user, tells ? from_us + atomic_load(&rig->token_delay_us) : 0)) {
+      atomic_fetch_add(&rig->n_slices, 1);
+      *end_us = rig->busy_until_us;
       return SITS_OK;
     }
-    *place(lane->kv, b, 0, b->positions[lane->n_written]) = b->tokens[lane->n_written]; /* lanes have one column */
-    int delay_us = atomic_load(&lane->rig->token_delay_us);
-    if (delay_us > 0) usleep((useconds_t)delay_us);
+    lane_token(lane);
   }
+  sleep_until(rig->busy_until_us);
   compute_rows(lane, lane->kv, b);
   lane->has_logits = lane->is_pending = true;
   lane->batch = NULL;
-  atomic_fetch_add(&lane->rig->n_tokens, b->n_tokens);
+  atomic_fetch_add(&rig->n_tokens, b->n_tokens);
   *is_done = true;
+  return SITS_OK;
+}
+
+static enum sits_status lane_ahead(struct backend_program *lane, bool *has_begun)
+{
+  const struct backend_batch *b = lane->batch;
+  *has_begun = false;
+  if (!atomic_load(&lane->rig->tells_ends) || b == NULL || lane->n_written == 0 || lane->n_written + 1 >= b->n_tokens) return SITS_OK;
+  *has_begun = true;
+  lane_token(lane);
+  atomic_fetch_add(&lane->rig->n_ahead, 1);
   return SITS_OK;
 }
 
@@ -384,7 +423,7 @@ const struct backend_vtable *fake_slicing_vtable(void)
   static const struct backend_vtable slicing = {
       .abi = BACKEND_ABI, .name = "fake", .kv_page_bytes = page_bytes, .kv_copy_pages = copy_pages, .kv_read_page = read_page,
       .kv_write_page = write_page, .submit = submit, .wait = wait_batch, .lane_open = lane_open, .lane_begin = lane_begin,
-      .lane_run = lane_run, .program_destroy = lane_destroy,
+      .lane_run = lane_run, .lane_ahead = lane_ahead, .program_destroy = lane_destroy,
   };
   return &slicing;
 }

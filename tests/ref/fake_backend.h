@@ -34,6 +34,9 @@ struct fake_rig {
   atomic_int n_sampled;          /* batches whose tokens were drawn here */
   void (*during_slice)(void *user); /* called before each token of a slice; NULL: nothing */
   void *during_user;
+  atomic_bool tells_ends;        /* lanes say when pieces (of a token) end, leave the last one running, and begin ahead when asked to */
+  int64_t busy_until_us;         /* tells_ends: by what lanes were left to run */
+  atomic_int n_ahead;            /* pieces begun ahead */
   atomic_int n_lanes_begun, n_slices; /* chunks read in slices; slices that did not end one */
   atomic_int n_steps;
   atomic_int n_reads, n_writes;  /* pages, to and from host memory */

@@ -151,8 +151,9 @@ static enum sits_status cpu_lane_begin(struct backend_program *lane, struct back
   return begin(lane, kv, batch);
 }
 
-static enum sits_status cpu_lane_run(struct backend_program *lane, bool (*go_on)(void *user), void *user, bool *is_done)
+static enum sits_status cpu_lane_run(struct backend_program *lane, backend_go_on *go_on, void *user, bool *is_done, int64_t *end_us)
 {
+  *end_us = 0;
   if (lane->batch.in == NULL || lane->has_result) return SITS_INVALID_ARGUMENT;
   const int64_t start_us = clock_monotonic_us();
   lane->go_on = go_on;

@@ -129,7 +129,7 @@ struct backend_program {
   struct backend *backend;
   bool is_lane;                      /* weights are another program's */
   struct cpu_pause pause;            /* of a lane */
-  bool (*go_on)(void *user);         /* [submit] asked by worker 0 between items; NULL: run to the end */
+  backend_go_on *go_on;              /* [submit] asked by worker 0 between items; NULL: run to the end */
   void *go_on_user;
   const struct program *program;
   int32_t max_tokens, max_rows;      /* rows of T and R buffers */

@@ -99,7 +99,7 @@ static int32_t work(struct backend_program *p, const struct cpu_phase *phase, ui
   for (int32_t i = 0; i < n_workers; i++) {
     struct cpu_share *share = &p->shares[(worker + i) % n_workers];
     for (int32_t c;; n++) {
-      if (asks && !p->go_on(p->go_on_user)) {
+      if (asks && !p->go_on(p->go_on_user, 0)) {
         *wants_stop = true;
         return n;
       }

@@ -296,6 +296,7 @@ static enum sits_status cuda_wait(struct backend_program *p, struct backend_resu
   if (status == SITS_OK) status = CUDA_CALL(p->backend, cudaEventElapsedTime(&ms, slot->started, slot->done));
   if (status == SITS_OK) status = cuda_comm_check(p);
   if (status != SITS_OK) return status;
+  p->backend->passed_us = clock_monotonic_us();
   p->n_pending--;
   *result = (struct backend_result){.logits = slot->has_logits ? p->host_logits : NULL,
                                     .tokens = slot->is_sampled ? slot->host_sampled : NULL,
@@ -337,6 +338,7 @@ const struct backend_vtable backend_cuda = {
     .lane_open = cuda_lane_open,
     .lane_begin = cuda_lane_begin,
     .lane_run = cuda_lane_run,
+    .lane_ahead = cuda_lane_ahead,
     .stats = cuda_stats,
     .choose_devices = cuda_choose_devices,
     .collectives = cuda_comm_table,

@@ -167,14 +167,31 @@ size_t cuda_slab_bytes(const struct backend_program *p)
   return most(t * width, small * 8 * most(width, (size_t)p->layers[0].qkv->rows)) * sizeof(float);
 }
 
-static bool make_workspaces(struct backend_program *p)
+bool cuda_make_activations(struct backend_program *p)
 {
   struct backend *b = p->backend;
   const struct program_dims *d = &p->program->dims;
   const struct cuda_layer *layer = &p->layers[0];
-  const size_t t = (size_t)p->max_tokens + 128, r = (size_t)p->max_rows, heads = (size_t)(d->n_heads * d->head_dim),
-               ff = (size_t)layer->down->cols;
+  const size_t t = (size_t)p->max_tokens + 128, heads = (size_t)(d->n_heads * d->head_dim), ff = (size_t)layer->down->cols;
   const size_t widest = most(padded(d->n_embd), most(padded((int32_t)heads), padded((int32_t)ff)));
+  const size_t scales = most(t, (size_t)(CUDA_GRAPH_TOKENS + 64) * (widest / K_GROUP)); /* per token, or per token and group */
+  bool ok = (p->h = cuda_memory_alloc(b, p, t * (size_t)d->n_embd * sizeof(float))) != NULL;
+  ok = ok && (p->act = cuda_memory_alloc(b, p, t * widest * 2)) != NULL;
+  ok = ok && (p->act_scale = cuda_memory_alloc(b, p, scales * sizeof(float))) != NULL;
+  ok = ok && (p->gate_up_scale = cuda_memory_alloc(b, p, scales * sizeof(float))) != NULL;
+  ok = ok && (p->act_sum = cuda_memory_alloc(b, p, t * sizeof(int32_t))) != NULL;
+  ok = ok && (p->qkv = cuda_memory_alloc(b, p, t * (size_t)layer->qkv->rows * 2)) != NULL;
+  ok = ok && (p->attn = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
+  ok = ok && (p->gate_up = cuda_memory_alloc(b, p, t * (size_t)layer->gate_up->rows * 2)) != NULL;
+  return ok && (p->slabs = cuda_memory_alloc(b, p, cuda_slab_bytes(p))) != NULL;
+}
+
+static bool make_workspaces(struct backend_program *p)
+{
+  struct backend *b = p->backend;
+  const struct program_dims *d = &p->program->dims;
+  const size_t t = (size_t)p->max_tokens + 128, r = (size_t)p->max_rows, heads = (size_t)(d->n_heads * d->head_dim),
+               ff = (size_t)p->layers[0].down->cols;
   static const int32_t m[3] = {1, 8, 16};
   bool ok = true;
   for (int i = 0; i < 3; i++) {
@@ -189,17 +206,7 @@ static bool make_workspaces(struct backend_program *p)
     if (w->form == CUDA_W4 && (w != p->embed || w == p->head))
       expanded = most(expanded, (size_t)w->rows * padded(w->cols) * (cuda_is_wide_e4m3(p, w) ? 1 : 2));
   }
-  ok = ok && (p->h = cuda_memory_alloc(b, p, t * (size_t)d->n_embd * sizeof(float))) != NULL;
-  ok = ok && (p->act = cuda_memory_alloc(b, p, t * widest * 2)) != NULL;
-  const size_t scales = most(t, (size_t)(CUDA_GRAPH_TOKENS + 64) * (widest / K_GROUP)); /* per token, or per token and group */
-  ok = ok && (p->act_scale = cuda_memory_alloc(b, p, scales * sizeof(float))) != NULL;
-  ok = ok && (p->gate_up_scale = cuda_memory_alloc(b, p, scales * sizeof(float))) != NULL;
-  ok = ok && (p->act_sum = cuda_memory_alloc(b, p, t * sizeof(int32_t))) != NULL;
-  ok = ok && (p->qkv = cuda_memory_alloc(b, p, t * (size_t)layer->qkv->rows * 2)) != NULL;
-  ok = ok && (p->q = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
-  ok = ok && (p->attn = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
-  ok = ok && (p->gate_up = cuda_memory_alloc(b, p, t * (size_t)layer->gate_up->rows * 2)) != NULL;
-  ok = ok && (p->slabs = cuda_memory_alloc(b, p, cuda_slab_bytes(p))) != NULL;
+  ok = ok && cuda_make_activations(p) && (p->q = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
   ok = ok && (p->expanded = cuda_memory_alloc(b, p, expanded)) != NULL;
   ok = ok && (p->logits = cuda_memory_alloc(b, p, (size_t)cuda_lt_rows(p->max_rows) * (size_t)d->n_vocab * sizeof(float))) != NULL;
   ok = ok && (p->host_logits = cuda_pinned_alloc(b, p, r * (size_t)d->n_vocab * sizeof(float))) != NULL;
@@ -290,6 +297,7 @@ void cuda_program_destroy(struct backend_program *p)
   cuda_graph_clear(p);
   cuda_comm_close(p);
   cuda_gemm_fini(p);
+  cuda_lane_fini(p);
   for (int32_t i = 0; i < CUDA_IN_FLIGHT; i++) {
     if (p->slots[i].started) (void)cudaEventDestroy(p->slots[i].started);
     if (p->slots[i].done) (void)cudaEventDestroy(p->slots[i].done);

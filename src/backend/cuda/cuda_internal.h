@@ -48,6 +48,7 @@ struct backend {
   cublasLtHandle_t lt;
   void *lt_workspace;
   bool is_failed;                   /* sticky */
+  int64_t passed_us;                /* clock: a batch's end was seen */
   struct cuda_block blocks[CUDA_MAX_BLOCKS];
   int32_t n_blocks;
   char name[64];
@@ -140,8 +141,12 @@ struct backend_program {
   struct cuda_comm *comm;           /* collectives of a rank; NULL: this device has the whole model (cuda_comm.h) */
 };
 
-/* Layers of one piece of a lane's run, and the sums that the piece before left for the next norm. */
-struct cuda_span { int32_t from, to, n_slabs; };
+/* A layer's parts, between which a lane may stop: the products before attention, attention, those behind it up to SwiGLU, the last one. */
+enum cuda_part { PART_QKV, PART_ATTEND, PART_SWIGLU, PART_DOWN, CUDA_LAYER_PARTS };
+
+/* Parts of one piece of a lane's run, counted through all layers, and what the piece before left for it: sums for the next norm or for
+ * attention, the form of the last product's input. */
+struct cuda_span { int32_t from, to, n_slabs; struct k_act products; };
 
 /* See cuda_kept.c. */
 struct cuda_kept {
@@ -221,6 +226,7 @@ void cuda_program_destroy(struct backend_program *program);
 
 /* Parts of a compiled program that a lane has for itself. */
 bool cuda_make_inputs(struct backend_program *p, struct cuda_inputs *in, int32_t max_tokens, int32_t max_seqs);
+bool cuda_make_activations(struct backend_program *p); /* what a part of a layer hands to the next */
 size_t cuda_slab_bytes(const struct backend_program *p); /* f32 sums of max_tokens tokens, for the next norm or split products */
 enum sits_status cuda_make_slots(struct backend_program *p, struct sits_error *err) SITS_MUST_CHECK;
 
@@ -308,8 +314,10 @@ void cuda_kept_release(struct backend_kv *kv, bool is_whole);
 enum sits_status cuda_lane_open(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
                                 struct backend_program **out, struct sits_error *err);
 enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch);
-enum sits_status cuda_lane_run(struct backend_program *lane, bool (*go_on)(void *user), void *user, bool *is_done);
+enum sits_status cuda_lane_ahead(struct backend_program *lane, bool *has_begun);
+enum sits_status cuda_lane_run(struct backend_program *lane, backend_go_on *go_on, void *user, bool *is_done, int64_t *end_us);
 int64_t cuda_lane_us(const struct backend_program *lane); /* that its newest batch has computed */
+void cuda_lane_fini(struct backend_program *lane);        /* its events; no lane: nothing */
 
 /* ---- cuda.c: parts of a submit, for lanes too ---- */
 /* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. n_drawn: rows that the batch in flight

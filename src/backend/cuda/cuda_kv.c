@@ -235,6 +235,8 @@ enum sits_status cuda_kv_write_page(struct backend_kv *kv, int32_t page, const v
 
 void cuda_kv_expect(struct backend_kv *kv, const int32_t *pages, int32_t n)
 {
+  cuda_enter(kv->backend); /* a lane's last piece may still write to pages that were another's */
+  if (CUDA_CALL(kv->backend, cudaStreamSynchronize(kv->backend->stream)) != SITS_OK) return;
   for (int32_t i = 0; i < n; i++) {
     if (!is_page(kv, pages[i])) continue;
     cuda_kept_written(kv, pages[i]);

@@ -1,11 +1,13 @@
 /* A prompt's chunk computed in slices between the program's own batches (backend.h: lanes). Entry points: cuda_lane_open, cuda_lane_begin,
- * cuda_lane_run.
+ * cuda_lane_run, cuda_lane_ahead.
  *
- * A lane is a copy of its program with what must last from one layer to the next for itself: the residual stream, the sums that the next
- * norm adds, the index arrays, the last row's logits. Everything else is scratch of one layer, shared with the program, for both use one
- * stream and a slice ends between two layers. A piece is one layer, of a short chunk some; the host waits for each and asks
- * whether to go on, which costs the device some 15 us a piece. While a lane's batch has begun, nobody else's expanded keys are kept
- * (cuda_kept.c): those of the layers to come belong to it.
+ * A lane is a copy of its program with what must last from one part of a layer to the next for itself: the residual stream, activations,
+ * the index arrays, the last row's logits. Everything else is scratch of one part, shared with the program, for both use one stream and a
+ * piece ends between two parts: before attention, behind it, or before a layer's last product. How long parts take is known from the times
+ * of the newest pieces, so that one piece is enqueued behind the one that computes, and go_on is asked with the time at which it would end:
+ * first for a long one, then for shorter ones. The device waits for nobody: neither between pieces, nor before the batch that comes next,
+ * nor, by cuda_lane_ahead, behind it. Only pieces of parts that have not been timed are waited for. While a lane's batch has begun,
+ * nobody else's expanded keys are kept (cuda_kept.c): those of the layers to come belong to it.
  */
 #include <string.h>
 
@@ -13,11 +15,19 @@
 #include "base/clock.h"
 #include "base/mem.h"
 
-#define MOST_SHARE 8         /* a piece has at most one layer in so many */
-#define SHORT_PIECE_US 350   /* below it a piece gets more layers */
-#define LONG_PIECE_US 900    /* above it fewer */
+#define IN_FLIGHT 2          /* pieces, of which one computes */
+#define PLACES 4             /* one more for a piece behind a batch, and the one before the oldest, whose end is its begin */
+#define LONG_PIECE_US 500.F  /* one part may take longer */
+#define AHEAD_PIECE_US 200.F /* least of a piece behind a batch: about what the host needs to take the results and plan */
 
 enum phase { IDLE, BEGUN, DONE };
+
+struct piece {
+  int32_t from, to;          /* parts, as in cuda_span */
+  bool follows;              /* begins where the one before it ends; else at its own event */
+  bool is_ahead;             /* behind a batch */
+  cudaEvent_t begin, end;
+};
 
 struct cuda_lane {
   enum phase phase;
@@ -25,7 +35,12 @@ struct cuda_lane {
   struct backend_kv *kv;
   struct cuda_step step;
   struct cuda_span span;
-  int32_t n_layers;          /* of a piece */
+  struct piece pieces[PLACES];
+  int32_t oldest, n_running; /* enqueued and not seen to end */
+  int64_t end_us;            /* when they will have ended, as far as known; they all are timed if is_known */
+  bool is_known;
+  float part_us[CUDA_LAYER_PARTS]; /* 0: not known */
+  int32_t n_timed_tokens;    /* of chunks as long as this */
   int64_t compute_us;
 };
 
@@ -33,16 +48,33 @@ static bool make_memory(struct backend_program *lane)
 {
   struct backend *b = lane->backend;
   const struct program_dims *d = &lane->program->dims;
-  const size_t t = (size_t)lane->max_tokens + 128, rows = (size_t)cuda_lt_rows(1);
-  lane->h = cuda_memory_alloc(b, lane, t * (size_t)d->n_embd * sizeof(float));
-  lane->slabs = cuda_memory_alloc(b, lane, cuda_slab_bytes(lane));
+  const size_t rows = (size_t)cuda_lt_rows(1);
   lane->logits = cuda_memory_alloc(b, lane, rows * (size_t)d->n_vocab * sizeof(float));
   lane->host_logits = cuda_pinned_alloc(b, lane, (size_t)d->n_vocab * sizeof(float));
   lane->table = cuda_memory_alloc(b, lane, (size_t)lane->max_pages * sizeof(int32_t));
   lane->sample_rows = cuda_memory_alloc(b, lane, sizeof *lane->sample_rows);
   lane->sampled = cuda_memory_alloc(b, lane, sizeof(int32_t));
-  return lane->h && lane->slabs && lane->logits && lane->host_logits && lane->table && lane->sample_rows && lane->sampled &&
+  return lane->logits && lane->host_logits && lane->table && lane->sample_rows && lane->sampled && cuda_make_activations(lane) &&
          cuda_make_inputs(lane, &lane->general, lane->max_tokens, 1);
+}
+
+static enum sits_status make_events(struct backend_program *lane)
+{
+  for (int32_t i = 0; i < PLACES; i++) {
+    struct piece *piece = &lane->lane->pieces[i];
+    TRY(CUDA_CALL(lane->backend, cudaEventCreate(&piece->begin)));
+    TRY(CUDA_CALL(lane->backend, cudaEventCreate(&piece->end)));
+  }
+  return SITS_OK;
+}
+
+void cuda_lane_fini(struct backend_program *lane)
+{
+  for (int32_t i = 0; lane->lane != NULL && i < PLACES; i++) {
+    const struct piece *piece = &lane->lane->pieces[i];
+    if (piece->begin) (void)cudaEventDestroy(piece->begin);
+    if (piece->end) (void)cudaEventDestroy(piece->end);
+  }
 }
 
 enum sits_status cuda_lane_open(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
@@ -66,10 +98,10 @@ enum sits_status cuda_lane_open(struct backend_program *program, const struct ba
   lane->stats = (struct backend_stats){0};
   memset(lane->lt_plans, 0, sizeof lane->lt_plans);
   memset(lane->slots, 0, sizeof lane->slots);
-  state->n_layers = 1;
   enum sits_status status = SITS_OK;
   if (!make_memory(lane)) status = sits_fail(err, SITS_NOMEM, "cuda: lane: no memory for %d tokens", max_tokens);
   if (status == SITS_OK) status = cuda_make_slots(lane, err);
+  if (status == SITS_OK) status = make_events(lane);
   if (status == SITS_OK) status = CUDA_CALL(lane->backend, cudaStreamSynchronize(lane->backend->stream));
   if (status != SITS_OK) {
     cuda_program_destroy(lane);
@@ -80,83 +112,216 @@ enum sits_status cuda_lane_open(struct backend_program *program, const struct ba
   return SITS_OK;
 }
 
-enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *b)
+/* What the lane holds is given up; the arrays from which its inputs are copied are free again. */
+static enum sits_status give_up(struct backend_program *lane)
 {
   struct cuda_lane *state = lane->lane;
-  if (state->phase == BEGUN) { /* what it held is given up */
+  if (state->phase == BEGUN) {
     cuda_kept_release(state->kv, false);
     cuda_kv_release(state->kv);
   }
   state->phase = IDLE;
   lane->next_slot = lane->n_pending = 0;
+  if (state->n_running == 0) return SITS_OK;
+  const int32_t newest = (state->oldest + state->n_running - 1) % PLACES;
+  state->n_running = 0;
+  return CUDA_CALL(lane->backend, cudaEventSynchronize(state->pieces[newest].end));
+}
+
+enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *b)
+{
+  struct cuda_lane *state = lane->lane;
   if (lane->backend->is_failed) return SITS_DEVICE;
   cuda_enter(lane->backend);
+  TRY(give_up(lane));
   if (b->n_seqs != 1 || !cuda_batch_is_valid(lane, kv, b, 0)) return SITS_INVALID_ARGUMENT;
   state->batch = b;
   state->kv = kv;
   state->span = (struct cuda_span){0};
   state->compute_us = 0;
   state->phase = BEGUN;
+  if (b->n_tokens != state->n_timed_tokens) memset(state->part_us, 0, sizeof state->part_us);
+  state->n_timed_tokens = b->n_tokens;
   return SITS_OK;
 }
 
-/* Enqueue the next layers, with the batch's arrays before the first and its results after the last, and wait for them. */
-static enum sits_status run_piece(struct backend_program *lane)
+/* ---- pieces ---- */
+
+static int32_t parts_of(const struct backend_program *lane) { return lane->program->dims.n_layers * CUDA_LAYER_PARTS; }
+
+/* Where a piece from part `at` on may end first. */
+static int32_t next_stop(const struct backend_program *lane, int32_t at)
+{
+  const bool is_whole = lane->is_fast && lane->lane->batch->n_tokens <= CUDA_FAST_TOKENS; /* its layers hand over in other ways */
+  if (is_whole) return parts_of(lane);
+  do at++;
+  while (at % CUDA_LAYER_PARTS == PART_QKV && at < parts_of(lane));
+  return at;
+}
+
+/* 0: not known. */
+static float piece_us(const struct cuda_lane *state, int32_t from, int32_t to)
+{
+  float us = 0;
+  for (int32_t i = from; i < to; i++) {
+    if (state->part_us[i % CUDA_LAYER_PARTS] == 0) return 0;
+    us += state->part_us[i % CUDA_LAYER_PARTS];
+  }
+  return us;
+}
+
+/* The longest piece that takes no more than most_us, or the shortest there is. */
+static int32_t longest(const struct backend_program *lane, float most_us)
+{
+  const int32_t from = lane->lane->span.from;
+  int32_t to = next_stop(lane, from);
+  while (to < parts_of(lane)) {
+    const int32_t next = next_stop(lane, to);
+    const float us = piece_us(lane->lane, from, next);
+    if (us == 0 || us > most_us) break;
+    to = next;
+  }
+  return to;
+}
+
+/* What a piece took says how long its parts take: parts not known yet took the rest, others move half way. */
+static void learn(struct cuda_lane *state, const struct piece *piece, float us)
+{
+  float known = 0, *part_us = state->part_us;
+  int32_t n_unknown = 0;
+  for (int32_t i = piece->from; i < piece->to; i++) {
+    known += part_us[i % CUDA_LAYER_PARTS];
+    n_unknown += part_us[i % CUDA_LAYER_PARTS] == 0;
+  }
+  const float rest = us > known ? us - known : 0, factor = n_unknown > 0 ? 1 : 0.5F + 0.5F * us / known;
+  const int32_t n = piece->to - piece->from < CUDA_LAYER_PARTS ? piece->to - piece->from : CUDA_LAYER_PARTS;
+  for (int32_t i = piece->from; i < piece->from + n; i++) {
+    float *one = &part_us[i % CUDA_LAYER_PARTS];
+    *one = *one == 0 ? 1 + rest / (float)n_unknown : *one * factor;
+  }
+}
+
+/* Enqueue parts up to `to`, with the batch's arrays before the first and its results after the last. */
+static enum sits_status enqueue(struct backend_program *lane, int32_t to, bool is_ahead)
 {
   struct cuda_lane *state = lane->lane;
   struct backend *backend = lane->backend;
   const struct backend_batch *b = state->batch;
   struct cuda_slot *slot = &lane->slots[0];
   struct cuda_span *span = &state->span;
-  const int32_t n_layers = lane->program->dims.n_layers;
-  enum sits_status status = SITS_OK;
+  struct piece *piece = &state->pieces[(state->oldest + state->n_running) % PLACES];
+  piece->from = span->from, piece->to = span->to = to;
+  piece->is_ahead = is_ahead, piece->follows = state->n_running > 0 && !is_ahead;
+  if (!piece->follows) TRY(CUDA_CALL(backend, cudaEventRecord(piece->begin, backend->stream)));
   if (span->from == 0) {
-    status = cuda_fault_step(backend);
-    if (status == SITS_OK) status = cuda_batch_start(lane, state->kv, b, slot, &lane->general, lane->general.host[0], 1);
+    TRY(cuda_fault_step(backend));
+    TRY(cuda_batch_start(lane, state->kv, b, slot, &lane->general, lane->general.host[0], 1));
     state->step = (struct cuda_step){&lane->general, b->n_tokens, 1, b->n_rows, false, b->sample != NULL, false, b, -1, 0, span};
     state->step.kept_seq = cuda_kept_choose(state->kv, b, &state->step.kept_page);
     cuda_kept_hold(state->kv);
     cuda_kv_hold(state->kv);
   }
-  const bool is_whole = lane->is_fast && b->n_tokens <= CUDA_FAST_TOKENS; /* its layers hand over in other ways */
-  span->to = is_whole || n_layers - span->from <= state->n_layers ? n_layers : span->from + state->n_layers;
-  if (status == SITS_OK)
-    status = cuda_run(lane, state->kv, &state->step, (struct k_stream){(struct CUstream_st *)backend->stream, true});
-  cudaEvent_t end = lane->slots[1].done;
-  if (status == SITS_OK && span->to == n_layers) {
-    status = cuda_batch_finish(lane, slot, b);
-    end = slot->done;
-  } else if (status == SITS_OK)
-    status = CUDA_CALL(backend, cudaEventRecord(end, backend->stream));
-  if (status == SITS_OK && b->progress != NULL) b->progress(b->progress_user);
-  if (status == SITS_OK) status = CUDA_CALL(backend, cudaEventSynchronize(end));
-  span->from = span->to;
-  return status;
+  TRY(cuda_run(lane, state->kv, &state->step, (struct k_stream){(struct CUstream_st *)backend->stream, true}));
+  if (to == parts_of(lane)) TRY(cuda_batch_finish(lane, slot, b));
+  TRY(CUDA_CALL(backend, cudaEventRecord(piece->end, backend->stream)));
+  const int64_t now_us = clock_monotonic_us();
+  const float us = piece_us(state, piece->from, to);
+  if (state->n_running == 0 || state->end_us < now_us) state->end_us = now_us;
+  state->end_us += (int64_t)us;
+  state->is_known = us > 0;
+  state->n_running++;
+  span->from = to;
+  if (b->progress != NULL) b->progress(b->progress_user);
+  return SITS_OK;
 }
 
-enum sits_status cuda_lane_run(struct backend_program *lane, bool (*go_on)(void *user), void *user, bool *is_done)
+/* Wait for the oldest piece. */
+static enum sits_status take(struct backend_program *lane)
+{
+  struct cuda_lane *state = lane->lane;
+  const struct piece *piece = &state->pieces[state->oldest], *before = &state->pieces[(state->oldest + PLACES - 1) % PLACES];
+  float ms = 0, us = 0;
+  TRY(CUDA_CALL(lane->backend, cudaEventSynchronize(piece->end)));
+  TRY(CUDA_CALL(lane->backend, cudaEventElapsedTime(&ms, piece->follows ? before->end : piece->begin, piece->end)));
+  state->compute_us += (int64_t)(ms * 1000);
+  if (piece->to < parts_of(lane)) learn(state, piece, ms * 1000); /* the last one has the head too */
+  state->oldest = (state->oldest + 1) % PLACES;
+  state->n_running--;
+  for (int32_t i = 0; i < state->n_running; i++) {
+    const struct piece *next = &state->pieces[(state->oldest + i) % PLACES];
+    us += piece_us(state, next->from, next->to);
+  }
+  state->end_us = clock_monotonic_us() + (int64_t)us;
+  return SITS_OK;
+}
+
+/* Before a slice: what ran before the batch in front of it, and since when a piece behind that one runs. */
+static enum sits_status take_former(struct backend_program *lane)
+{
+  struct cuda_lane *state = lane->lane;
+  while (state->n_running > 0 && !state->pieces[state->oldest].is_ahead) TRY(take(lane));
+  const struct piece *piece = &state->pieces[state->oldest];
+  if (state->n_running > 0) state->end_us = lane->backend->passed_us + (int64_t)piece_us(state, piece->from, piece->to);
+  return SITS_OK;
+}
+
+enum sits_status cuda_lane_ahead(struct backend_program *lane, bool *has_begun)
+{
+  const struct cuda_lane *state = lane->lane;
+  *has_begun = false;
+  if (lane->backend->is_failed) return SITS_DEVICE;
+  if (state->phase != BEGUN || state->span.from == 0 || state->n_running >= IN_FLIGHT) return SITS_OK;
+  cuda_enter(lane->backend);
+  const int32_t from = state->span.from;
+  int32_t to = next_stop(lane, from);
+  while (piece_us(state, from, to) < AHEAD_PIECE_US && next_stop(lane, to) < parts_of(lane)) to = next_stop(lane, to);
+  if (to >= parts_of(lane) || piece_us(state, from, to) == 0) return SITS_OK;
+  *has_begun = true;
+  return enqueue(lane, to, true);
+}
+
+/* Where the next piece ends; 0: there is no time for any. */
+static int32_t ask(struct backend_program *lane, backend_go_on *go_on, void *user)
+{
+  const struct cuda_lane *state = lane->lane;
+  int32_t to = longest(lane, LONG_PIECE_US);
+  for (;;) {
+    const float us = piece_us(state, state->span.from, to);
+    const int64_t now_us = clock_monotonic_us(), from_us = state->n_running > 0 && state->end_us > now_us ? state->end_us : now_us;
+    if (go_on(user, us > 0 ? from_us + (int64_t)us : 0)) return to;
+    const int32_t shorter = longest(lane, us / 2);
+    if (shorter == to) return 0;
+    to = shorter;
+  }
+}
+
+enum sits_status cuda_lane_run(struct backend_program *lane, backend_go_on *go_on, void *user, bool *is_done, int64_t *end_us)
 {
   struct cuda_lane *state = lane->lane;
   if (lane->backend->is_failed) return SITS_DEVICE;
   cuda_enter(lane->backend);
-  if (state->phase != BEGUN) return SITS_INVALID_ARGUMENT;
   *is_done = false;
-  while (go_on(user)) {
-    const int64_t start_us = clock_monotonic_us();
-    const enum sits_status status = run_piece(lane);
-    const int64_t us = clock_monotonic_us() - start_us;
-    if (status != SITS_OK) return status;
-    state->compute_us += us;
-    if (us < SHORT_PIECE_US && state->n_layers < lane->program->dims.n_layers / MOST_SHARE) state->n_layers++;
-    if (us > LONG_PIECE_US && state->n_layers > 1) state->n_layers--;
-    if (state->span.from < lane->program->dims.n_layers) continue;
-    cuda_kept_release(state->kv, true);
-    cuda_kv_release(state->kv);
-    state->phase = DONE;
-    lane->next_slot = lane->n_pending = 1; /* for wait: slot 0 */
-    *is_done = true;
-    break;
+  *end_us = 0;
+  if (state->phase != BEGUN) return SITS_INVALID_ARGUMENT;
+  TRY(take_former(lane));
+  while (state->span.from < parts_of(lane)) {
+    if (state->n_running == IN_FLIGHT || (state->n_running > 0 && !state->is_known)) {
+      TRY(take(lane));
+      continue;
+    }
+    const int32_t to = ask(lane, go_on, user);
+    if (to == 0) {
+      if (state->n_running > 0) *end_us = state->end_us;
+      return SITS_OK;
+    }
+    TRY(enqueue(lane, to, false));
   }
+  while (state->n_running > 0) TRY(take(lane));
+  cuda_kept_release(state->kv, true);
+  cuda_kv_release(state->kv);
+  state->phase = DONE;
+  lane->next_slot = lane->n_pending = 1; /* for wait: slot 0 */
+  *is_done = true;
   return SITS_OK;
 }
 

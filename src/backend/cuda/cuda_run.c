@@ -335,36 +335,54 @@ static enum sits_status multiply_joined(struct backend_program *p, const struct 
   return cuda_gemm(p, w, n, x, CUDA_GEMM_F16, p->comm->half, NULL, NULL, at);
 }
 
-static enum sits_status run_general(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
+/* qkv for attention: f16 rows, or sums (span->n_slabs of them). */
+static enum sits_status run_qkv(struct backend_program *p, const struct cuda_step *step, const struct cuda_layer *layer,
+                                struct cuda_span *span, struct k_stream at)
+{
+  const int32_t n = step->n_tokens;
+  const struct k_act x = cuda_act_form(p, layer->qkv, n);
+  const bool is_split = x.form == K_ACT_TILE_S8 || x.form == K_ACT_GROUP_S8;
+  int32_t n_slabs = 0;
+  TRY(norm(p, step, span->n_slabs, layer->attn_gain, &x, at));
+  TRY(cuda_gemm(p, layer->qkv, n, &x, is_split ? CUDA_GEMM_SLABS : CUDA_GEMM_F16, p->qkv, &n_slabs, NULL, at));
+  span->n_slabs = is_split ? n_slabs : 0;
+  return SITS_OK;
+}
+
+static enum sits_status run_swiglu(struct backend_program *p, const struct cuda_step *step, const struct cuda_layer *layer,
+                                   struct cuda_span *span, struct k_stream at)
 {
   const struct program_dims *d = &p->program->dims;
   const int32_t n = step->n_tokens, heads = d->n_heads * d->head_dim;
-  const int32_t first = step->span != NULL ? step->span->from : 0, end = step->span != NULL ? step->span->to : d->n_layers;
-  int32_t n_slabs = step->span != NULL ? step->span->n_slabs : p->comm != NULL ? COMM_EMBED : 0;
-  if (first == 0) TRY(embed(p, step, 0, 0, at));
-  for (int32_t l = first; l < end; l++) {
-    const struct cuda_layer *layer = &p->layers[l];
-    struct k_act x = cuda_act_form(p, layer->qkv, n);
-    TRY(norm(p, step, n_slabs, layer->attn_gain, &x, at));
-    const bool is_split = x.form == K_ACT_TILE_S8 || x.form == K_ACT_GROUP_S8;
-    TRY(cuda_gemm(p, layer->qkv, n, &x, is_split ? CUDA_GEMM_SLABS : CUDA_GEMM_F16, p->qkv, &n_slabs, NULL, at));
-    TRY(attention(p, kv, step, l, is_split ? n_slabs : 0, 0, NULL, at));
-    x = cuda_act_form(p, layer->o, n);
-    if (x.form == K_ACT_ROW_F16 && layer->o->has_plain_input && heads % K_GROUP == 0)
-      x.data = p->attn;
-    else {
-      const struct k_convert convert = {K_SRC_F16, p->attn, heads, n, heads, x};
-      LAUNCH(sits_k_convert(&convert, at));
-    }
-    TRY(multiply_joined(p, layer->o, n, &x, &n_slabs, at));
-    x = cuda_act_form(p, layer->gate_up, n);
-    TRY(norm(p, step, n_slabs, layer->ffn_gain, &x, at));
-    struct k_act products;
-    TRY(cuda_gemm_swiglu(p, layer->gate_up, layer->down, n, &x, &products, at));
-    TRY(multiply_joined(p, layer->down, n, &products, &n_slabs, at));
+  struct k_act x = cuda_act_form(p, layer->o, n);
+  if (x.form == K_ACT_ROW_F16 && layer->o->has_plain_input && heads % K_GROUP == 0)
+    x.data = p->attn;
+  else {
+    const struct k_convert convert = {K_SRC_F16, p->attn, heads, n, heads, x};
+    LAUNCH(sits_k_convert(&convert, at));
   }
-  if (step->span != NULL) step->span->n_slabs = n_slabs;
-  return end == d->n_layers && step->n_rows > 0 ? head(p, step, n_slabs, at) : SITS_OK;
+  TRY(multiply_joined(p, layer->o, n, &x, &span->n_slabs, at));
+  x = cuda_act_form(p, layer->gate_up, n);
+  TRY(norm(p, step, span->n_slabs, layer->ffn_gain, &x, at));
+  return cuda_gemm_swiglu(p, layer->gate_up, layer->down, n, &x, &span->products, at);
+}
+
+static enum sits_status run_general(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
+{
+  const int32_t n_parts = p->program->dims.n_layers * CUDA_LAYER_PARTS;
+  struct cuda_span all = {.to = n_parts, .n_slabs = p->comm != NULL ? COMM_EMBED : 0};
+  struct cuda_span *span = step->span != NULL ? step->span : &all;
+  if (span->from == 0) TRY(embed(p, step, 0, 0, at));
+  for (int32_t i = span->from; i < span->to; i++) {
+    const struct cuda_layer *layer = &p->layers[i / CUDA_LAYER_PARTS];
+    switch ((enum cuda_part)(i % CUDA_LAYER_PARTS)) {
+      case PART_QKV: TRY(run_qkv(p, step, layer, span, at)); break;
+      case PART_ATTEND: TRY(attention(p, kv, step, i / CUDA_LAYER_PARTS, span->n_slabs, 0, NULL, at)); break;
+      case PART_SWIGLU: TRY(run_swiglu(p, step, layer, span, at)); break;
+      default: TRY(multiply_joined(p, layer->down, step->n_tokens, &span->products, &span->n_slabs, at)); break;
+    }
+  }
+  return span->to == n_parts && step->n_rows > 0 ? head(p, step, span->n_slabs, at) : SITS_OK;
 }
 
 enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
@@ -378,7 +396,7 @@ enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, cons
     TRY(run_fast(p, kv, step, at));
   else
     TRY(run_general(p, kv, step, at));
-  if (step->span != NULL && step->span->to < p->program->dims.n_layers) return SITS_OK;
+  if (step->span != NULL && step->span->to < p->program->dims.n_layers * CUDA_LAYER_PARTS) return SITS_OK;
   if (kv->open != NULL && step->is_decode && cuda_has_fast_decode(p, kv)) { /* older keys than a query's own group are those of pages */
     const struct k_kv_view view = view_of(p, kv, step, 0);
     LAUNCH(sits_k_kv_close(&view, p->backend->n_sm, at));

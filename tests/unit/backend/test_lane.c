@@ -9,9 +9,10 @@ static const struct synth_shape shape = {"lane", 2, 64, 6, 2, 32, 64, V, 0, 0, f
 /* Says yes so many times, then no. */
 struct patience { int32_t left; int32_t n_asked; };
 
-static bool go_on(void *user)
+static bool go_on(void *user, int64_t end_us)
 {
   struct patience *p = user;
+  assert_int_equal(end_us, 0); /* it does not say */
   p->n_asked++;
   return p->left-- > 0;
 }
@@ -68,9 +69,11 @@ static void check_slices(struct synth *synth, enum kv_codec codec, int32_t n_thr
     make_chunk(&c, ids, p0, n, table);
     assert_int_equal(rig.vt->lane_begin(lane, rig.kv, &c.batch), SITS_OK);
     for (bool is_done = false; !is_done;) {
+      int64_t end_us;
       struct patience p = {patience, 0};
-      assert_int_equal(rig.vt->lane_run(lane, go_on, &p, &is_done), SITS_OK);
+      assert_int_equal(rig.vt->lane_run(lane, go_on, &p, &is_done, &end_us), SITS_OK);
       n_stops += !is_done;
+      assert_int_equal(end_us, 0);
       if (at < OTHER) { /* another sequence decodes meanwhile */
         const float *logits = rig_step(&rig, &(struct rig_part){other + at, 1, at, other_table}, 1, true);
         if (memcmp(logits, want_other + at * V, V * sizeof *logits) != 0) fail_msg("other bits of the batch at %d", (int)at);
@@ -119,18 +122,19 @@ static void test_given_up(void **state)
   RIG_OK(rig.vt->lane_open(rig.compiled, rig.kv, CHUNK, &lane, &err), err);
   for (int32_t patience = 0; patience < 60; patience++) {
     bool is_done = false;
+    int64_t end_us;
     make_chunk(&c, ids, LONG - CHUNK, CHUNK, table); /* deep: its attention is cut into chunks, whose counts must not stay behind */
     make_chunk(&d, ids, 0, 20, other_table);
     assert_int_equal(rig.vt->lane_begin(lane, rig.kv, &c.batch), SITS_OK);
-    assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){patience, 0}, &is_done), SITS_OK);
+    assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){patience, 0}, &is_done, &end_us), SITS_OK);
     assert_int_equal(rig.vt->wait(lane, &result), is_done ? SITS_OK : SITS_INVALID_ARGUMENT);
     assert_int_equal(rig.vt->lane_begin(lane, rig.kv, &d.batch), SITS_OK);
-    assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){1 << 30, 0}, &is_done), SITS_OK);
+    assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){1 << 30, 0}, &is_done, &end_us), SITS_OK);
     assert_true(is_done);
     assert_int_equal(rig.vt->wait(lane, &result), SITS_OK);
     assert_memory_equal(result.logits, want + 19 * V, V * sizeof *want);
     assert_int_equal(rig.vt->lane_begin(lane, rig.kv, &c.batch), SITS_OK);
-    assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){1 << 30, 0}, &is_done), SITS_OK);
+    assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){1 << 30, 0}, &is_done, &end_us), SITS_OK);
     assert_int_equal(rig.vt->wait(lane, &result), SITS_OK);
     assert_memory_equal(result.logits, want + (LONG - 1) * V, V * sizeof *want);
   }
@@ -145,6 +149,7 @@ static void test_refusals(void **state)
   static const int32_t table[8] = {2, 4, 6};
   int32_t ids[LONG];
   bool is_done;
+  int64_t end_us;
   struct backend_program *lane = NULL;
   struct backend_result result;
   struct sits_error err;
@@ -158,16 +163,16 @@ static void test_refusals(void **state)
   rig = open_rig(&synth, KV_F16, 1);
   assert_int_equal(rig.vt->lane_open(rig.compiled, rig.kv, 513, &lane, &err), SITS_UNSUPPORTED);
   assert_int_equal(rig.vt->lane_open(rig.compiled, rig.kv, 20, &lane, &err), SITS_OK);
-  assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){9, 0}, &is_done), SITS_INVALID_ARGUMENT);
+  assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){9, 0}, &is_done, &end_us), SITS_INVALID_ARGUMENT);
   assert_int_equal(rig.vt->wait(lane, &result), SITS_INVALID_ARGUMENT);
   make_chunk(&c, ids, 0, 21, table);
   assert_int_equal(rig.vt->lane_begin(lane, rig.kv, &c.batch), SITS_INVALID_ARGUMENT);
-  assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){9, 0}, &is_done), SITS_INVALID_ARGUMENT);
+  assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){9, 0}, &is_done, &end_us), SITS_INVALID_ARGUMENT);
   make_chunk(&c, ids, 0, 20, table);
   assert_int_equal(rig.vt->lane_begin(lane, rig.kv, &c.batch), SITS_OK);
-  assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){1 << 30, 0}, &is_done), SITS_OK);
+  assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){1 << 30, 0}, &is_done, &end_us), SITS_OK);
   assert_int_equal(rig.vt->wait(lane, &result), SITS_OK);
-  assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){9, 0}, &is_done), SITS_INVALID_ARGUMENT); /* it is done */
+  assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){9, 0}, &is_done, &end_us), SITS_INVALID_ARGUMENT); /* it is done */
   rig.vt->program_destroy(lane);
   rig_close(&rig);
   synth_fini(&synth);

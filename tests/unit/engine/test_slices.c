@@ -14,6 +14,7 @@ struct scene {
 static struct scene scene;
 static struct { int32_t n, n_sliced; } told;
 static bool overlap; /* slices before the decodes, as beside a device; else behind them */
+static bool tells;   /* overlap: the device says when pieces end, and begins slices ahead */
 
 /* engine_options.on_step: the parts of a step are within it. */
 static void note_step(void *user, const struct engine_step_times *t)
@@ -72,6 +73,7 @@ static void open_scene(void)
     rig_prompt(scene.prompts[i], SHORT, 40 + (uint32_t)i);
     scene.streams[i] = submit_class(scene.prompts[i], SHORT, STREAM_TOKENS, SITS_CLASS_LOW);
   }
+  atomic_store(&scene.rig.fake.tells_ends, tells);
   atomic_store(&scene.rig.fake.token_delay_us, 100);
   for (int i = 0; i < 30; i++) step();
   rig_prompt(scene.prompt, LONG, 49); /* one before it: the planner learns what a prompt's token costs */
@@ -115,6 +117,7 @@ static void test_read_in_slices(void **state)
                 atomic_load(&scene.rig.fake.n_slices), (int)(scene.answers[0].n - before));
   assert_true(atomic_load(&scene.rig.fake.n_lanes_begun) >= 2);
   assert_true(atomic_load(&scene.rig.fake.n_slices) > 10);
+  assert_true(tells == (atomic_load(&scene.rig.fake.n_ahead) > 10));
   assert_true(told.n > 10 && told.n <= n_steps + 1 && told.n_sliced > told.n / 2);
   assert_true(scene.answers[0].n - before >= n_steps - 1 || scene.answers[0].n_finish == 1); /* a token each step */
   sits_request_release(scene.longer);
@@ -216,9 +219,11 @@ int main(void)
                                      cmocka_unit_test(test_higher_class_comes), cmocka_unit_test(test_device_fails),
                                      cmocka_unit_test(test_device_fails_to_begin)};
   int n_failed = 0;
-  for (int before = 0; before < 2; before++) {
-    overlap = before;
-    n_failed += cmocka_run_group_tests_name(before ? "slices before the decodes" : "slices behind the decodes", tests, NULL, NULL);
+  static const char *const names[] = {"slices behind the decodes", "slices before the decodes", "slices that begin ahead"};
+  for (int i = 0; i < 3; i++) {
+    overlap = i > 0;
+    tells = i == 2;
+    n_failed += cmocka_run_group_tests_name(names[i], tests, NULL, NULL);
   }
   return n_failed;
 }
