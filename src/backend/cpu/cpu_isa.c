@@ -45,6 +45,16 @@ bool cpu_isa_prefetches(void)
 #endif
 }
 
+bool cpu_isa_has_gfni(void)
+{
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & bit_GFNI);
+#else
+  return false;
+#endif
+}
+
 void cpu_advise_huge(void *memory, size_t n_bytes)
 {
   const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = ((uintptr_t)memory + page - 1) / page * page;

@@ -23,6 +23,9 @@ enum cpu_isa cpu_isa_best(void);
  * place of loads. Thread-safe. */
 bool cpu_isa_prefetches(void);
 
+/* Whether bytes can be multiplied by bit matrices (GFNI), which CPU_AVX512 does not imply. Thread-safe. */
+bool cpu_isa_has_gfni(void);
+
 #define CPU_HUGE_PAGE ((size_t)2 << 20)
 /* Ask for huge pages in what of the memory is whole pages, if that is a huge one at least. Advice only: without them kernels are slower,
  * not wrong. To be called before the memory is first written. Thread-safe. */

@@ -28,6 +28,8 @@
 #define PREFETCH_FAR 8192           /* there into L2, for what may be in flight to L1 alone does not fill the memory's latency, */
 #define PREFETCH_NEAR 4096          /* and from there into L1 */
 
+enum { FAR = 1, GFNI = 2 };         /* what a processor is given, a constant in each kernel: w->prefetches, w->has_gfni */
+
 struct scales { __m512 d[2], m[2]; };  /* of each half */
 
 /* (x >> bits) for 0..7 and (x << -bits) for negative: bits cross bytes, the caller masks. */
@@ -36,13 +38,24 @@ INLINE __m512i shift(__m512i x, int bits)
   return bits > 0 ? _mm512_srli_epi16(x, (unsigned)bits) : bits < 0 ? _mm512_slli_epi16(x, (unsigned)-bits) : x;
 }
 
+/* The upper four bits of each byte, shifted and masked by one instruction, which multiplies a byte's bits by a matrix. In assembly, for the
+ * compiler is not to assume it everywhere. */
+INLINE __m512i high_nibbles(__m512i x)
+{
+  const __m512i matrix = _mm512_set1_epi64(0x1020408000000000);
+  __m512i u;
+  __asm__("vgf2p8affineqb $0, %1, %2, %0" : "=v"(u) : "v"(matrix), "v"(x));
+  return u;
+}
+
 /* Vector v of a group's integers. */
-INLINE __m512i vector_of(int low, int high, const uint8_t *plane, int v)
+INLINE __m512i vector_of(int low, int high, int given, const uint8_t *plane, int v)
 {
   const uint8_t *top = plane + 64 * low;
   const __m512i planes = _mm512_loadu_si512(plane + 64 * (low == 8 ? v : low == 4 ? v % 4 : v / 4));
   __m512i u = planes;
-  if (low == 4) u = _mm512_and_si512(shift(planes, v / 4 * 4), _mm512_set1_epi8(15));
+  if (low == 4 && v >= 4 && (given & GFNI)) u = high_nibbles(planes);
+  else if (low == 4) u = _mm512_and_si512(shift(planes, v / 4 * 4), _mm512_set1_epi8(15));
   if (low == 2) u = _mm512_and_si512(shift(planes, 2 * (v % 4)), _mm512_set1_epi8(3));
   if (high == 0) return u;
   const __m512i bits = shift(_mm512_loadu_si512(high == 1 ? top : top + 64 * (v / 4)), high == 1 ? v - low : 2 * (v % 4) - low);
@@ -124,7 +137,7 @@ struct records { const uint8_t *rec[2], *second[2]; };
 /* Group j of a chunk times nt tokens of act tiles of n. Each vector is unpacked where it is used and the row sums come last, so that
  * nothing waits for all of the unpacking; the tokens' dot products go side by side, and those of a lone token in two chains, for a chain of
  * eight waits for itself. */
-INLINE void add_group(CPU_FORMAT_PARAMS, const uint8_t *chunk, int j, const struct records *at, int n, int nt, __m512 *y)
+INLINE void add_group(CPU_FORMAT_PARAMS, int given, const uint8_t *chunk, int j, const struct records *at, int n, int nt, __m512 *y)
 {
   const uint8_t *plane = chunk + CPU_HEADER_BYTES + j * CPU_PLANE_BYTES;
   const int bits = low + high;
@@ -136,7 +149,7 @@ INLINE void add_group(CPU_FORMAT_PARAMS, const uint8_t *chunk, int j, const stru
 #pragma GCC unroll 8
     for (int i = 0; i < 8 / halves; i++) {
       const int v = halves == 1 ? i / 2 + i % 2 * 4 : 4 * h + i; /* both nibbles of a vector together */
-      const __m512i u = vector_of(low, high, plane, v);
+      const __m512i u = vector_of(low, high, given, plane, v);
       sums = sums_add(bits, sums, u);
 #pragma GCC unroll 8
       for (int t = 0; t < nt; t++) {
@@ -157,32 +170,31 @@ INLINE void add_group(CPU_FORMAT_PARAMS, const uint8_t *chunk, int j, const stru
   }
 }
 
-/* The line that is to come into L1 next; if `far`, also the one behind it into L2. */
-INLINE void prefetch(const char *at, int far)
+/* The line that is to come into L1 next, and where far prefetches pay one further on into L2, at distances the instructions hold. */
+INLINE void prefetch(int given, const char *at)
 {
-  if (far) _mm_prefetch(at + PREFETCH_FAR, _MM_HINT_T1);
-  _mm_prefetch(at + (far ? PREFETCH_NEAR : PREFETCH_BYTES), _MM_HINT_T0);
+  if (given & FAR) _mm_prefetch(at + PREFETCH_FAR, _MM_HINT_T1);
+  _mm_prefetch(at + (given & FAR ? PREFETCH_NEAR : PREFETCH_BYTES), _MM_HINT_T0);
 }
 
-/* One row tile times nt = 1 .. 8 tokens, those of the act tiles (n tokens each) from `act` on; n_tokens of them are real. far:
- * w->prefetches, a constant here, for the distances are then part of the instructions. */
-INLINE void direct(CPU_FORMAT_PARAMS, int far, int n, int nt, const struct cpu_weight *w, const uint8_t *tile, const uint8_t *act,
+/* One row tile times nt = 1 .. 8 tokens, those of the act tiles (n tokens each) from `act` on; n_tokens of them are real. */
+INLINE void direct(CPU_FORMAT_PARAMS, int given, int n, int nt, const struct cpu_weight *w, const uint8_t *tile, const uint8_t *act,
                    int32_t n_tokens, float *y, int64_t ldy, __mmask16 mask)
 {
   const int64_t groups = w->k / CPU_GROUP;
   const size_t act_tile = nt > 4 ? cpu_act_tile_bytes_q8(w->k, n) : 0;
   const uint8_t *chunk = tile, *second = act + groups * CPU_RECORD_BYTES * n;
-  const bool prefetches = nt >= PREFETCH_FROM || far;
+  const bool prefetches = nt >= PREFETCH_FROM || (given & FAR);
   struct records at = {{act, act + act_tile}, {second, second + act_tile}};
   __m512 sum[DIRECT_TOKENS];
   for (int t = 0; t < nt; t++) sum[t] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; g += CPU_CHUNK_GROUPS, chunk += CPU_CHUNK_BYTES) {
     const char *line = (const char *)chunk;
-    for (int i = 0; prefetches && i < CPU_HEADER_BYTES; i += 64, line += 64) prefetch(line, far);
+    for (int i = 0; prefetches && i < CPU_HEADER_BYTES; i += 64, line += 64) prefetch(given, line);
     for (int j = 0; j < CPU_CHUNK_GROUPS && g + j < groups; j++) {
-      for (int i = 0; prefetches && i < low + high; i++, line += 64) prefetch(line, far);
+      for (int i = 0; prefetches && i < low + high; i++, line += 64) prefetch(given, line);
       __asm__("" : "+r"(at.rec[0]), "+r"(at.rec[1])); /* opaque: see panel_tile */
-      add_group(CPU_FORMAT_ARGS, chunk, j, &at, n, nt, sum);
+      add_group(CPU_FORMAT_ARGS, given, chunk, j, &at, n, nt, sum);
       for (int i = 0; i < 2; i++) {
         at.rec[i] += CPU_RECORD_BYTES * n;
         at.second[i] += CPU_SECOND_BYTES * n;
@@ -194,20 +206,20 @@ INLINE void direct(CPU_FORMAT_PARAMS, int far, int n, int nt, const struct cpu_w
 }
 
 /* Rows r0..r1 for a batch of at most MOST_DIRECT tokens, up to 8 at a time over each row tile, which the caches hold meanwhile. */
-INLINE void directs(CPU_FORMAT_PARAMS, int far, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1,
-                    float *y, int64_t ldy)
+INLINE void directs(CPU_FORMAT_PARAMS, int given, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0,
+                    int64_t r1, float *y, int64_t ldy)
 {
   const uint8_t *tile = w->data + (size_t)(r0 / W) * w->tile_bytes;
   const size_t act_tile = cpu_act_tile_bytes_q8(w->k, CPU_ACT_MAX_TILE);
   for (int64_t r = r0; r < r1; r += W, tile += w->tile_bytes) {
     __mmask16 mask = row_mask(r1 - r);
-    if (n_tokens == 1) direct(CPU_FORMAT_ARGS, far, 1, 1, w, tile, act, 1, y + r, ldy, mask);
-    else if (n_tokens == 2) direct(CPU_FORMAT_ARGS, far, 2, 2, w, tile, act, 2, y + r, ldy, mask);
+    if (n_tokens == 1) direct(CPU_FORMAT_ARGS, given, 1, 1, w, tile, act, 1, y + r, ldy, mask);
+    else if (n_tokens == 2) direct(CPU_FORMAT_ARGS, given, 2, 2, w, tile, act, 2, y + r, ldy, mask);
     else
       for (int32_t t = 0; t < n_tokens; t += 8) {
         const uint8_t *first = act + act_tile * (size_t)(t / 4);
         int32_t left = n_tokens - t;
-#define DIRECT(nt) direct(CPU_FORMAT_ARGS, far, 4, nt, w, tile, first, left, y + t * ldy + r, ldy, mask)
+#define DIRECT(nt) direct(CPU_FORMAT_ARGS, given, 4, nt, w, tile, first, left, y + t * ldy + r, ldy, mask)
         if (left > 7) DIRECT(8);
         else if (left > 6) DIRECT(7);
         else if (left > 5) DIRECT(6);
@@ -236,7 +248,7 @@ INLINE void fill_panel(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint
     for (int h = 0; h < halves; h++) {
       __m512i sums = sums_begin(bits, offset);
       for (int v = 8 / halves * h; v < 8 / halves * (h + 1); v++) {
-        const __m512i u = vector_of(low, high, chunk + CPU_HEADER_BYTES + j * CPU_PLANE_BYTES, v);
+        const __m512i u = vector_of(low, high, 0, chunk + CPU_HEADER_BYTES + j * CPU_PLANE_BYTES, v);
         sums = sums_add(bits, sums, u);
         _mm512_store_si512(panel + 64 * v, u);
       }
@@ -335,8 +347,10 @@ INLINE void panels(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t 
 INLINE void rows_of(CPU_FORMAT_PARAMS, const struct cpu_weight *w, const uint8_t *act, int32_t n_tokens, int64_t r0, int64_t r1, float *y,
                     int64_t ldy, uint8_t *scratch)
 {
-  if (n_tokens <= MOST_DIRECT && w->prefetches) directs(CPU_FORMAT_ARGS, 1, w, act, n_tokens, r0, r1, y, ldy);
-  else if (n_tokens <= MOST_DIRECT) directs(CPU_FORMAT_ARGS, 0, w, act, n_tokens, r0, r1, y, ldy);
+  const bool is_direct = n_tokens <= MOST_DIRECT;
+  if (is_direct && w->prefetches && w->has_gfni && low == 4) directs(CPU_FORMAT_ARGS, FAR | GFNI, w, act, n_tokens, r0, r1, y, ldy);
+  else if (is_direct && w->prefetches) directs(CPU_FORMAT_ARGS, FAR, w, act, n_tokens, r0, r1, y, ldy);
+  else if (is_direct) directs(CPU_FORMAT_ARGS, 0, w, act, n_tokens, r0, r1, y, ldy);
   else panels(CPU_FORMAT_ARGS, w, act, n_tokens, r0, r1, y, ldy, scratch);
 }
 

@@ -87,6 +87,7 @@ static enum sits_status describe(const struct sits_utd *u, enum cpu_isa isa, str
   w->k = u->dims[1];
   w->tile = w->ops->tile;
   w->prefetches = cpu_isa_prefetches();
+  w->has_gfni = cpu_isa_has_gfni();
   plan_layout(w);
   return SITS_OK;
 }

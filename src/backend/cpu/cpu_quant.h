@@ -90,6 +90,7 @@ struct cpu_weight {
   uint8_t *data;
   bool owns_data;
   bool prefetches;                    /* cpu_isa_prefetches */
+  bool has_gfni;                      /* cpu_isa_has_gfni */
 };
 
 /* Kernels of one level. act and y as in cpu_matmul; rows by tile: t0..t1. */

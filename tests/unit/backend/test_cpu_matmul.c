@@ -12,6 +12,7 @@
 #include <cmocka.h>
 
 #include "backend/cpu/cpu_matmul.h"
+#include "backend/cpu/cpu_quant.h"
 #include "base/mem.h"
 #include "ref/ref_linear.h"
 #include "tensor/dequant.h"
@@ -20,7 +21,7 @@ static const enum sits_dtype types[] = {SITS_DTYPE_F32,  SITS_DTYPE_F16,  SITS_D
                                         SITS_DTYPE_Q5_0, SITS_DTYPE_Q5_1, SITS_DTYPE_Q8_0, SITS_DTYPE_Q2_K, SITS_DTYPE_Q3_K,
                                         SITS_DTYPE_Q4_K, SITS_DTYPE_Q5_K, SITS_DTYPE_Q6_K};
 #define N_TYPES (sizeof types / sizeof types[0])
-static const int32_t token_counts[] = {1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 33, 48, 49, 61};
+static const int32_t token_counts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 33, 48, 49, 61};
 #define N_COUNTS (sizeof token_counts / sizeof token_counts[0])
 #define MAX_TOKENS 61
 
@@ -111,7 +112,30 @@ static void multiply(const struct cpu_weight *w, const float *x, int64_t ldx, in
   mem_free(act);
 }
 
-/* One shape: result against the references, then every batch size bitwise against it. */
+/* Every batch size bitwise against y, the result of all tokens together. */
+static void check_counts(struct cpu_weight *w, const float *x, int64_t ldx, const float *y, float *part, int64_t ldy)
+{
+  for (size_t c = 0; c < N_COUNTS; c++) {
+    int32_t n = token_counts[c], first = MAX_TOKENS - n;
+    multiply(w, x + first * ldx, ldx, n, (int64_t)(c % 3), part, ldy);
+    for (int32_t t = 0; t < n; t++)
+      if (memcmp(part + t * ldy, y + (first + t) * ldy, (size_t)w->rows * sizeof *y) != 0)
+        fail_msg("%s tile %d rows %d k %d prefetches %d gfni %d: token %d of %d differs from the large batch",
+                 sits_dtype_info(w->dtype)->name, w->tile, (int)w->rows, (int)w->k, w->prefetches, w->has_gfni, t, n);
+  }
+}
+
+/* The kernels of other makers' processors of the level too: any runs here that needs no more than this one has. */
+static void check_makers(struct cpu_weight *w, const float *x, int64_t ldx, const float *y, float *part, int64_t ldy)
+{
+  for (int maker = 0; maker < 4; maker++) {
+    w->prefetches = maker % 2 == 1;
+    w->has_gfni = maker / 2 == 1;
+    if (!w->has_gfni || cpu_isa_has_gfni()) check_counts(w, x, ldx, y, part, ldy);
+  }
+}
+
+/* One shape: result against the references, then every batch size and kind of processor bitwise against it. */
 static void check_shape(enum sits_dtype type, enum cpu_isa isa, int64_t rows, int64_t k)
 {
   struct weight_data data = make_weight(type, rows, k);
@@ -149,14 +173,7 @@ static void check_shape(enum sits_dtype type, enum cpu_isa isa, int64_t rows, in
     }
   assert_true(off <= 0.004 * reach);
 
-  for (size_t c = 0; c < N_COUNTS; c++) {
-    int32_t n = token_counts[c], first = MAX_TOKENS - n;
-    multiply(w, x + first * ldx, ldx, n, (int64_t)(c % 3), part, ldy);
-    for (int32_t t = 0; t < n; t++)
-      if (memcmp(part + t * ldy, y + (first + t) * ldy, (size_t)rows * sizeof *y) != 0)
-        fail_msg("%s %s rows %d k %d: token %d of %d differs from the large batch", sits_dtype_info(type)->name, cpu_isa_name(isa),
-                 (int)rows, (int)k, t, n);
-  }
+  check_makers(w, x, ldx, y, part, ldy);
   if (isa != CPU_SCALAR) {
     struct cpu_weight *scalar = NULL;
     assert_int_equal(cpu_weight_create(&data.utd, CPU_SCALAR, &scalar, NULL), SITS_OK);
