@@ -311,7 +311,8 @@ void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, const float *cha
 
 /* The safety factor tracks the step time's high quantile: a late step that had a prompt in it takes a little off, every one in time gives
  * back a hundredth of that and less, so that it settles where about one step in 200 is late; while the window's P99 is over the target
- * nothing is given back. When decoding alone takes the whole target, smaller chunks cannot help, and the batch shrinks instead. */
+ * nothing is given back. When decoding alone takes the whole target, smaller chunks cannot help, and the batch shrinks instead, unless even
+ * a lone sequence takes it. */
 static void control(struct alps *alps, const struct alps_plan *plan, int64_t step_us)
 {
   int64_t target = alps->options.itl_target_us;
@@ -324,7 +325,8 @@ static void control(struct alps *alps, const struct alps_plan *plan, int64_t ste
   else if (has_prompt && !is_over) alps->margin = fmin(MARGIN_MOST, alps->margin + MARGIN_STEP / 200);
   if (++alps->reports_since_control < CONTROL_EVERY) return;
   alps->reports_since_control = 0;
-  if (is_over && alps->decode_us > (double)target) alps->sequence_cap = fmax(1, fmin(alps->sequence_cap, alps->n_running) * 0.97);
+  const double decodes_us = fmax((double)target, alps_admission_us(alps, (int32_t)(plan->work.decode_kv_tokens / plan->n_decode)));
+  if (is_over && alps->decode_us > decodes_us) alps->sequence_cap = fmax(1, fmin(alps->sequence_cap, alps->n_running) * 0.97);
   else alps->sequence_cap = fmin(alps->options.max_seqs, alps->sequence_cap + 1);
 }
 

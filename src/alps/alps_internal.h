@@ -52,6 +52,7 @@ struct alps_class {
   int32_t timely[ALPS_LENGTHS]; /* lists of them by length, -1 empty */
   double virtual_served;        /* of the tenant served last: where a new tenant starts */
   double pass;                  /* stride scheduling: time received / weight */
+  int64_t admitted_us;          /* when one was admitted last, or nobody waited */
   double credit_us;             /* time that its decodes may take while a higher class is short of time */
   bool was_active;
 };
@@ -122,6 +123,10 @@ void alps_forgo(struct alps *alps, int64_t running_tokens);
 bool alps_is_hopeless(const struct alps *alps, int32_t id);
 void alps_note_slice(struct alps *alps, const struct alps_plan *plan, int64_t own_us); /* the plan's slice took own_us */
 void alps_note_reading(struct alps *alps, int32_t n_tokens, double step_us);
+
+/* Time that decodes may take together for one more to be admitted, or for as many to run, where each holds about n_known tokens: the target
+ * times the margin, if anybody keeps it. */
+double alps_admission_us(const struct alps *alps, int32_t n_known);
 
 /* Tokens that a waiting entry will have to compute, as far as is known. */
 static inline int32_t alps_to_read(const struct alps_entry *entry)

@@ -16,6 +16,9 @@ static const double SOFT_TARGET_US = 100000;  /* a step with decodes when there 
 static const double LONE_PROMPT_US = 250000;  /* a step without decodes: arrivals and cancels are seen that often */
 static const double SOFT_TARGET_STEPS = 4;    /* or that many steps without prompts, where those are long themselves */
 static const double DECODE_EASY = 0.7;     /* below it admission does not ask the model */
+static const double LONE_ROOM = 2;         /* a target that no sequence keeps alone counts as so many times what one takes */
+static const double PATIENCE = 1.5;        /* mean outputs during which a class is admitted nobody for want of time */
+static const double OUTPUT_UNKNOWN = 256;  /* mean output while none is known */
 static const double SLICE_SPARE = 0.5;     /* most of the time beside the predicted decodes that is kept free for it: the slower a prompt is
                                               read, the longer the decodes become meanwhile */
 static const double SLICE_SURE = 0.997;    /* share of the last decodes for whose excess over the prediction a slice leaves time */
@@ -310,6 +313,23 @@ static int32_t best_running(const struct alps *alps)
   return best;
 }
 
+/* What nobody can keep is no reason to serve one after the other. */
+double alps_admission_us(const struct alps *alps, int32_t n_known)
+{
+  const double budget_us = alps->margin * (double)alps->options.itl_target_us;
+  struct alps_cost_work lone = {0};
+  alps_cost_add_decode(&lone, n_known);
+  const double lone_us = alps_cost_predict(&alps->cost, &lone);
+  return lone_us > DECODE_CEILING * budget_us ? LONE_ROOM * lone_us : budget_us;
+}
+
+/* Decodes that leave no time for one more end some time, and mostly much sooner; those of streams that talk on need not be waited for. */
+static bool has_waited(const struct alps *alps, int32_t service_class)
+{
+  const double n_tokens = alps->output_mean > 0 ? alps->output_mean : OUTPUT_UNKNOWN;
+  return (double)(alps->now_us - alps->classes[service_class].admitted_us) > PATIENCE * n_tokens * alps->decode_us;
+}
+
 /* Whether there is room for one more entry: slots, pages up to its projected end, and time for its decoding. */
 static bool has_room(const struct planner *p, const struct alps_entry *e)
 {
@@ -320,6 +340,7 @@ static bool has_room(const struct planner *p, const struct alps_entry *e)
   if (alps->n_running + alps->n_leaving == 0) return true;
   if (p->growth_pages + projected_growth(alps, e) > p->n_available) return false;
   if (o->policy != ALPS_BUDGET || o->itl_target_us == 0) return true;
+  if (has_waited(alps, e->request.service_class)) return true;
   if (n_after > alps->sequence_cap) return false;
   struct alps_cost_work work = {0};
   for (int c = 0; c <= e->request.service_class; c++) {
@@ -327,7 +348,7 @@ static bool has_room(const struct planner *p, const struct alps_entry *e)
     work.decode_kv_tokens += p->decodes[c].decode_kv_tokens;
   }
   /* With time to spare one more is tried whatever the model says: how cost grows with sequences is learned by having them. */
-  double budget = alps->margin * (double)o->itl_target_us;
+  double budget = alps_admission_us(alps, e->request.n_known);
   if (alps_cost_predict(&alps->cost, &work) <= DECODE_EASY * budget) return true;
   for (int32_t i = 0; i < e->request.width; i++) alps_cost_add_decode(&work, e->request.n_known);
   return alps_cost_predict(&alps->cost, &work) <= DECODE_CEILING * budget;
@@ -352,6 +373,7 @@ static int32_t admit_next(struct planner *p, int32_t service_class, alps_admit_f
   struct alps_admitted got = {.n_available = p->n_available};
   alps_queue_remove(alps, id);
   alps_start_running(alps, id);
+  alps->classes[service_class].admitted_us = alps->now_us;
   admit(user, id, &got);
   e->n_computed = got.n_computed;
   e->n_pages = got.n_pages;
@@ -501,7 +523,7 @@ static void plan_slice(struct planner *p, int32_t id)
     double end_us = fmin(budget_us, SLICE_END * budget_us / alps->margin), least_us = slice_least_us(p, e);
     plan->slice_us = (int64_t)(least_us > p->floor_us ? fmax(end_us, alps->decode_us + least_us) : end_us);
     plan->slice_least_us = (int64_t)fmax(p->floor_us - (double)plan->sliced_us, 0);
-  } else plan->slice_us = (int64_t)fmax(slice_before_us(p, budget_us, items_us), p->floor_us);
+  } else plan->slice_us = (int64_t)fmax(slice_before_us(p, budget_us, items_us), slice_least_us(p, e));
 }
 
 static void plan_chunk(struct planner *p, int32_t id, int32_t n_tokens)
@@ -752,6 +774,9 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
   *plan = (struct alps_plan){.items = alps->items, .victims = alps->victims, .slice.id = -1};
   struct planner p = {.alps = alps, .plan = plan, .n_available = n_available, .tokens_left = alps->options.max_batch_tokens,
                       .rows_left = alps->options.max_rows};
+  for (int c = 0; c < ALPS_CLASSES; c++) {
+    if (alps->classes[c].n_waiting == 0) alps->classes[c].admitted_us = now_us;
+  }
   save_accounts(alps);
   gather_prefill(&p);
   if (alps->options.ttft_target_us > 0 && alps->options.policy == ALPS_BUDGET) alps_forgo(alps, p.prefill_tokens);
