@@ -88,7 +88,7 @@ enum sits_status alps_create(const struct alps_options *options, struct alps **o
   init_tables(alps);
   alps_cost_init(&alps->cost, &options->prior, options->tile_tokens);
   alps_verify_init(&alps->verify);
-  alps->margin = 0.96;
+  alps->margin = ALPS_MARGIN_START;
   alps->slice_id = -1;
   alps->slice_ratio = 1;
   alps->sequence_cap = options->max_seqs;
@@ -362,8 +362,11 @@ void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_u
   note_verify(alps, plan, items_us);
   int64_t slice_us = plan->sliced_us; /* what it took beyond its time is excess too, unless its time answers to that of the items */
   if (!plan->slice_is_behind && slice_us > plan->slice_us) slice_us = plan->slice_us;
-  if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0)
+  if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
     alps_window_add(&alps->excess, own_us - slice_us - plan->predicted_us, 1, false);
+    if (plan->n_decode == alps->n_decode_before) alps_window_add(&alps->steady_excess, own_us - slice_us - plan->predicted_us, 1, false);
+  }
+  alps->n_decode_before = plan->n_decode;
   alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
     alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * (items_us - alps->decode_us);

@@ -60,6 +60,8 @@ struct alps_class {
 /* What a plan books before it is known whether it will run: time received and time saved up. */
 struct alps_accounts { double pass[ALPS_CLASSES], credit_us[ALPS_CLASSES]; };
 
+#define ALPS_MARGIN_START 0.96
+
 struct alps {
   struct alps_options options;
   struct alps_entry *entries;   /* [max_entries] */
@@ -93,6 +95,8 @@ struct alps {
   struct alps_cost cost;
   struct alps_window window;
   struct alps_window excess;    /* by how much steps with decodes took longer than predicted and planned */
+  struct alps_window steady_excess; /* the same of steps with as many decodes as the one before */
+  int32_t n_decode_before;      /* of the newest step */
   double margin;                /* share of the target that a step may plan for */
   double sequence_cap;          /* dynamic batch size */
   double decode_us;             /* recent time of steps without prompts */

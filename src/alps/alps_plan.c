@@ -23,10 +23,12 @@ static const double SLICE_SPARE = 0.5;     /* most of the time beside the predic
                                               read, the longer the decodes become meanwhile */
 static const double SLICE_SURE = 0.997;    /* share of the last decodes for whose excess over the prediction a slice leaves time */
 static const double SLICE_TILES_SURE = 0.99; /* the same on a GPU, where the rare long step is a graph's capture */
+static const double SLICE_LAST = 0.995;    /* share of the target at which decodes end that have a slice before them */
 static const double SLICE_END = 0.97;      /* share of the target at which one behind the decodes ends: its last piece of work is not cut */
 static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs */
 
 enum { FIRST_TOKENS = 256 }; /* of the very first step, of whose time nothing is known */
+enum { STEADY_STEPS = 64 }; /* with a number of decodes that does not change, before room is kept for those alone */
 enum { GROWTH_STEPS = 64 }; /* of a prompt in slices, before the growth of the decodes beside it is believed */
 enum { MIXED_TOKENS = 64 }; /* a chunk of at least so many computes about as well beside the decodes as any */
 static const double SLICE_SHARE = 0.8; /* by_rate: slices are taken where they read so much of what a chunk promises: the clock ends them */
@@ -487,14 +489,18 @@ static void note_growth(struct planner *p, const struct alps_entry *e)
 }
 
 /* When a slice that is run before the items ends. It is as long as it is told to be, so what makes such a step late is its decodes: room is
- * kept for nearly the longest of the last ones, but not more than most of what there is. */
+ * kept for nearly the longest of the last ones, but not more than most of what there is. As many decodes as before take about as long as
+ * before; only where their number changes the prediction may be off by more. The margin is for what a prediction alone bounds: it shortens
+ * slices once it has fallen because steps were late. */
 static double slice_before_us(const struct planner *p, double budget_us, double items_us)
 {
   const struct alps *alps = p->alps;
   if (p->plan->n_decode == 0 || alps->options.itl_target_us == 0) return budget_us - items_us;
-  double whole_us = budget_us / alps->margin - items_us;
-  double excess_us = alps_window_quantile(&alps->excess, alps->options.tile_tokens > 0 ? SLICE_TILES_SURE : SLICE_SURE);
-  return fmin(budget_us - items_us, whole_us - fmin(excess_us, SLICE_SPARE * whole_us));
+  const bool is_steady = p->plan->n_decode == alps->n_decode_before && alps->steady_excess.n >= STEADY_STEPS;
+  const double sure = alps->options.tile_tokens > 0 ? SLICE_TILES_SURE : SLICE_SURE, whole_us = budget_us / alps->margin;
+  double excess_us = alps_window_quantile(is_steady ? &alps->steady_excess : &alps->excess, sure);
+  excess_us = fmin(excess_us, SLICE_SPARE * (whole_us - items_us));
+  return whole_us * fmin(SLICE_LAST, alps->margin / ALPS_MARGIN_START) - items_us - excess_us;
 }
 
 /* The rest of the step's time goes to a chunk in slices. */

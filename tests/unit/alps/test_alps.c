@@ -472,8 +472,9 @@ static void test_slices_by_rate(void **state)
   assert_true(took[0] > 1.2 * took[1] && burst[0] > 0.95 * burst[1]);
 }
 
-/* Streams end one after the other, and each number of them is captured the first time that it runs: a planner that is told so keeps no room
- * for it beside the prompt that comes then. */
+/* Streams end one after the other, and each number of them is captured the first time that it runs. Beside the prompt that comes then as
+ * many decode from step to step, so no room is kept for what steps took whose number had changed; but only a planner that is told of
+ * captures does not think that tokens of prompts cost little instead. */
 static void test_captures_leave_no_room(void **state)
 {
   double took[2];
@@ -491,16 +492,18 @@ static void test_captures_leave_no_room(void **state)
     for (int i = 0; i < 320; i++) step(d, &plan);
     assert_int_equal(plan.n_decode, 8);
     d->n_gaps = 0;
+    d->largest_step_us = 0;
     double started = d->now_us;
     int32_t id = send(d, 30000, 1, 1, 0);
     for (int i = 0; i < 20000 && d->streams[id].is_used; i++) step(d, &plan);
     took[tells] = d->now_us - started;
-    print_message("captures %s: 30,000 tokens in %.0f ms, inter-token p99 %.2f of 10 ms\n", tells ? "told" : "not told", took[tells] * 1e-3,
-                  p99(d->gaps, d->n_gaps) * 1e-3);
-    assert_true(p99(d->gaps, d->n_gaps) <= 10000);
+    print_message("captures %s: 30,000 tokens in %.0f ms, inter-token p99 %.2f of 10 ms, longest step %.2f\n",
+                  tells ? "told" : "not told", took[tells] * 1e-3, p99(d->gaps, d->n_gaps) * 1e-3, d->largest_step_us * 1e-3);
+    assert_true(tells == (d->largest_step_us <= 10100));
+    assert_true(!tells || p99(d->gaps, d->n_gaps) <= 10000);
     close_device(d);
   }
-  assert_true(took[0] > 1.1 * took[1]);
+  assert_true(took[0] < 1.05 * took[1]);
 }
 
 /* On a device that computes in tiles, chunks that are planned with them fill them, keep the target and read faster. */
