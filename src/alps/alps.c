@@ -18,6 +18,8 @@
 enum { DEFAULT_CHUNK_TOKENS = 2048, CONTROL_EVERY = 8 };
 
 static const double MARGIN_LEAST = 0.7, MARGIN_MOST = 1.1, MARGIN_STEP = 0.01; /* over 1: chunks are whole tokens */
+static const double LATE_SHARE = 0.005; /* of the tokens behind the first may come late, */
+static const double LATE_MOST = 512;    /* so many at once where few did before */
 static const int32_t DEFAULT_WEIGHTS[ALPS_CLASSES] = {64, 8, 1};
 
 static const char *const POLICY_NAMES[] = {[ALPS_BUDGET] = "alps", [ALPS_WHOLE] = "continuous", [ALPS_CHUNKED] = "chunked",
@@ -92,6 +94,7 @@ enum sits_status alps_create(const struct alps_options *options, struct alps **o
   alps->slice_id = -1;
   alps->slice_ratio = 1;
   alps->sequence_cap = options->max_seqs;
+  alps->pressed_class = ALPS_CLASSES;
   alps->next_order = 1;
   *out = alps;
   return SITS_OK;
@@ -309,6 +312,13 @@ void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, const float *cha
   alps->entries[id].chance = chance;
 }
 
+/* Half a percent of the tokens may come late. What steps that were not meant to be late take of it is not there for those that are. */
+static void count_late(struct alps *alps, int32_t n_decode, bool is_late)
+{
+  const double credit = alps->late_credit + LATE_SHARE * n_decode - (is_late ? n_decode : 0);
+  alps->late_credit = fmax(-LATE_MOST, fmin(credit, LATE_MOST));
+}
+
 /* The safety factor tracks the step time's high quantile: a late step that had a prompt in it takes a little off, every one in time gives
  * back a hundredth of that and less, so that it settles where about one step in 200 is late; while the window's P99 is over the target
  * nothing is given back. When decoding alone takes the whole target, smaller chunks cannot help, and the batch shrinks instead, unless even
@@ -371,7 +381,9 @@ void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_u
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
     alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * (items_us - alps->decode_us);
   }
-  if (alps->options.itl_target_us > 0 && plan->n_decode > 0) control(alps, plan, own_us);
+  if (alps->options.itl_target_us == 0 || plan->n_decode == 0) return;
+  count_late(alps, plan->n_decode, step_us > alps->options.itl_target_us);
+  if (!plan->is_stretched) control(alps, plan, own_us);
 }
 
 void alps_counts(const struct alps *alps, struct alps_counts *out)

@@ -103,6 +103,7 @@ struct alps_plan {
   int32_t n_tokens;
   int32_t n_reserved_pages;    /* that the items need */
   int64_t budget_us, predicted_us;
+  bool is_stretched;           /* it takes longer than the inter-token target, for first tokens that would be late else */
   struct alps_cost_work work;  /* what the prediction was made from */
   /* A chunk that is read in slices, beside the items: this step's slice ends slice_us after the end of the step before, so that the items
    * still come in time; or, slice_is_behind, is run when the items are computed, until then, but for slice_least_us at least. The same

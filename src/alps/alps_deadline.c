@@ -4,6 +4,9 @@
  *                    the others (Moore, "An n job, one machine sequencing algorithm for minimizing the number of late jobs", 1968)
  *   alps_is_hopeless a prompt that cannot be read before its own deadline any more is given up when its turn comes
  *
+ * Before that, steps are stretched: they take up to twice the inter-token target, as long as no more than half a percent of the tokens come
+ * late so (alps_plan.c, set_budget). What prompts gain by it is the decoding that they need not wait for.
+ *
  * What is given up stands behind the timely ones of its tenant and priority, and one in LATE_EVERY admissions is kept for it. So a burst
  * makes few requests late instead of all. Arrival order is order of deadlines, because the target is the same for all.
  *
@@ -13,7 +16,9 @@
 
 #include "alps/alps_internal.h"
 
-static const double READ_SHARE = 0.9;      /* of the target: what the prompts ahead may take; the rest is for its own step and for errors */
+static const double READ_SHARE = 0.97;     /* of the target: what the prompts ahead may take, unless a step more would pass it */
+static const double PRESSED_SHARE = 0.8;   /* of that: steps are stretched before prompts are given up */
+static const double LEAST_READ = 4096;     /* prompt tokens before anything is given up */
 static const double READ_MEMORY = 30000;   /* prompt tokens over which the speed of reading is averaged */
 
 static int32_t length_bucket(int32_t n_tokens)
@@ -51,10 +56,10 @@ void alps_note_reading(struct alps *alps, int32_t n_tokens, double step_us)
   alps->read_tokens = keep * alps->read_tokens + n_tokens;
 }
 
-/* Time to read so many prompt tokens beside what else runs; 0 while nothing is known. */
+/* Time to read so many prompt tokens beside what else runs; 0 while little is known: a device's first steps are its slowest. */
 static double reading_us(const struct alps *alps, double n_tokens)
 {
-  return alps->read_tokens > 0 ? n_tokens * alps->read_us / alps->read_tokens : 0;
+  return alps->read_tokens > LEAST_READ ? n_tokens * alps->read_us / alps->read_tokens : 0;
 }
 
 bool alps_is_hopeless(const struct alps *alps, int32_t id)
@@ -66,9 +71,15 @@ bool alps_is_hopeless(const struct alps *alps, int32_t id)
 
 void alps_forgo(struct alps *alps, int64_t running_tokens)
 {
-  double ahead = (double)running_tokens, most_us = READ_SHARE * (double)alps->options.ttft_target_us;
+  const double target_us = (double)alps->options.ttft_target_us, step_us = (double)alps->options.itl_target_us;
+  const double most_us = fmax(target_us / 2, fmin(READ_SHARE * target_us, target_us - step_us));
+  double ahead = (double)running_tokens;
+  alps->pressed_class = ALPS_CLASSES;
   for (int k = 0; k < ALPS_CLASSES; k++) {
     struct alps_class *c = &alps->classes[k];
+    if (alps->pressed_class == ALPS_CLASSES && c->timely_tokens > 0 &&
+        reading_us(alps, ahead + (double)c->timely_tokens) > PRESSED_SHARE * most_us)
+      alps->pressed_class = k;
     for (int32_t at = ALPS_LENGTHS - 1; at >= 0 && reading_us(alps, ahead + (double)c->timely_tokens) > most_us;) {
       if (c->timely[at] >= 0) alps_queue_give_up(alps, c->timely[at]);
       else at--;

@@ -99,6 +99,8 @@ struct alps {
   int32_t n_decode_before;      /* of the newest step */
   double margin;                /* share of the target that a step may plan for */
   double sequence_cap;          /* dynamic batch size */
+  double late_credit;           /* tokens that may come late so that first tokens do not */
+  int32_t pressed_class;        /* the highest one whose first tokens are about to come late; ALPS_CLASSES: none */
   double decode_us;             /* recent time of steps without prompts */
   struct alps_verify verify;    /* time of steps without prompts by their tokens, drafts included */
   double read_us, read_tokens;  /* recent steps with prompts: their time, their prompt tokens */

@@ -11,6 +11,7 @@
 static const double PREFILL_FLOOR = 0.05;  /* share of the target that prefill may always take, so that it cannot starve */
 static const double DECODE_CEILING = 0.9;  /* share of the budget that decodes alone may take before admission stops */
 static const double QUIET_STEP = 4;        /* targets that a step with high-class prompts may take while nobody decodes */
+static const double STRETCH = 2;           /* targets that a step takes which is late on purpose */
 static const double DEFAULT_SLICE_US = 50000; /* a step where classes meet and there is no target */
 static const double SOFT_TARGET_US = 100000;  /* a step with decodes when there is no target: nobody waits for a whole prompt */
 static const double LONE_PROMPT_US = 250000;  /* a step without decodes: arrivals and cancels are seen that often */
@@ -548,12 +549,14 @@ static void plan_chunk(struct planner *p, int32_t id, int32_t n_tokens)
   add_item(p, id, n_tokens, is_last);
 }
 
-/* The class's next prompt: running ones, then admissions, but a late one lets those go ahead that can still be in time. */
+/* The class's next prompt: running ones, then admissions, but a late one lets those go ahead that can still be in time; not within a chunk
+ * in slices, which would keep theirs from being read so. */
 static int32_t next_prompt(struct planner *p, int32_t c, alps_admit_fn admit, void *user)
 {
   struct alps *alps = p->alps;
   bool has_running = p->prefill_at[c] < p->prefill_end[c];
-  bool yields = has_running && alps->entries[alps->prefill[p->prefill_at[c]]].is_late && alps->classes[c].timely_tokens > 0;
+  const int32_t first = has_running ? alps->prefill[p->prefill_at[c]] : -1;
+  bool yields = has_running && first != alps->slice_id && alps->entries[first].is_late && alps->classes[c].timely_tokens > 0;
   int32_t id = has_running && !yields ? -1 : admit_next(p, c, admit, user);
   return id < 0 && has_running && !p->wants_victim ? alps->prefill[p->prefill_at[c]++] : id;
 }
@@ -634,6 +637,17 @@ static double step_target(const struct alps *alps, bool is_lone, bool meet)
   return target == 0 ? fmax(meet ? DEFAULT_SLICE_US : SOFT_TARGET_US, SOFT_TARGET_STEPS * alps->decode_us) : target;
 }
 
+/* Whether this step's tokens may come late so that first tokens do not: few do, and none of a class above that of the prompts. */
+static bool may_stretch(const struct planner *p)
+{
+  const struct alps *alps = p->alps;
+  if (alps->pressed_class == ALPS_CLASSES || p->plan->n_decode == 0 || alps->late_credit < p->plan->n_decode) return false;
+  for (int32_t c = 0; c < alps->pressed_class; c++) {
+    if (alps->classes[c].n_running > 0) return false;
+  }
+  return alps->options.itl_target_us > 0;
+}
+
 /* The time that prompts may take in this step. Where somebody decodes, the inter-token target says it. Where classes meet, a step is
  * also the time that a newly come high-class prompt waits at most, so it stays short even when nobody decodes or no target is set. */
 static void set_budget(struct planner *p)
@@ -647,6 +661,8 @@ static void set_budget(struct planner *p)
   p->budget_lower_us = target * alps->margin;
   /* No high-class tokens are held up, and nobody comes before it. */
   if (!is_lone && p->n_decode_top == 0 && p->busiest == 0) target *= QUIET_STEP;
+  p->plan->is_stretched = may_stretch(p);
+  if (p->plan->is_stretched) target = fmax(target, STRETCH * (double)o->itl_target_us);
   p->budget_us = target * alps->margin;
   if (!meet) p->budget_lower_us = p->budget_us;
   p->plan->budget_us = (int64_t)p->budget_us;

@@ -77,7 +77,7 @@ static void drain_inbox(struct sits_engine *engine)
   }
 }
 
-/* While a batch is in flight only arrivals are taken: nothing that is in the batch may end or move. */
+/* While a batch is in flight, or planned, only arrivals are taken: nothing that is in the batch may end or move. */
 static void take_arrivals(struct sits_engine *engine)
 {
   pthread_mutex_lock(&engine->inbox_mutex);
@@ -205,6 +205,7 @@ static void run_slices(struct sits_engine *engine)
       engine_slice_run(engine, from_us);
       if (atomic_load(&engine->state) == ENGINE_FAILED) return;
       is_urgent = atomic_load(&engine->inbox_class) < engine->plan.slice_class;
+      if (!is_urgent && engine->plan.slice_ended) take_arrivals(engine); /* what is left of the step may be theirs */
     } while (!is_urgent && engine->plan.slice_ended && engine_plan_more(engine, engine_slice_has_time(engine)));
     if (engine->plan.n_items > 0 && !is_urgent) return;
     engine->plan.n_items = engine->plan.n_decode = 0;

@@ -691,6 +691,46 @@ static void test_burst_makes_few_late(void **state)
   assert_true(3 * n < in_order);
 }
 
+/* Prompts of one length that come at random, nearly as many as can be read beside their answers. Shares of the first tokens and of the
+ * others that come late, and steps in which a chunk was read beside the decodes although another was half read in slices. */
+struct at_high_load { double late_first, late; int32_t n_beside; };
+
+static struct at_high_load run_high_load(int64_t ttft_target_us)
+{
+  struct at_high_load out = {0};
+  struct alps_plan plan;
+  struct alps_options options = options_of(400, 10000);
+  options.ttft_target_us = ttft_target_us;
+  options.slice_tokens = 1024;
+  options.slices_by_rate = true;
+  options.max_seqs = 128;
+  options.max_rows = 128;
+  struct device *d = open_device(options);
+  cost_as_gpu(d);
+  double next = 0;
+  uint64_t arrivals = 7;
+  while (d->n_ttft[1] < 3000) {
+    for (; next <= d->now_us; next += -log(1 - uniform_of(&arrivals)) * 27500) send(d, 1000, 60, 1, 1);
+    const int32_t slice = d->alps->slice_id;
+    if (!step(d, &plan)) d->now_us = next;
+    else out.n_beside += slice >= 0 && d->alps->slice_id == slice && plan.work.n_prompt_tokens > 0;
+  }
+  for (int32_t i = 0; i < d->n_ttft[1]; i++) out.late_first += (d->ttft[1][i] > 150000) / (double)d->n_ttft[1];
+  for (int32_t i = 0; i < d->n_gaps; i++) out.late += (d->gaps[i] > 10000) / (double)d->n_gaps;
+  close_device(d);
+  return out;
+}
+
+static void test_few_late_at_high_load(void **state)
+{
+  const struct at_high_load in_order = run_high_load(0), aimed = run_high_load(150000);
+  print_message("late at high load, first tokens and others: %.2f and %.2f %% in order of arrival, %.2f and %.2f %% with a target\n",
+                100 * in_order.late_first, 100 * in_order.late, 100 * aimed.late_first, 100 * aimed.late);
+  assert_true(aimed.late_first < 0.5 * in_order.late_first);
+  assert_true(aimed.late > in_order.late && aimed.late < 0.01);
+  assert_int_equal(aimed.n_beside, 0);
+}
+
 /* The other way round: high class over its capacity, and low class still gets its share. */
 static void test_low_class_is_not_starved(void **state)
 {
@@ -893,7 +933,8 @@ int main(void)
       cmocka_unit_test(test_no_target_is_no_stall), cmocka_unit_test(test_whole_prompt_stalls),
       cmocka_unit_test(test_tenants_get_equal_shares),
       cmocka_unit_test(test_high_class_keeps_its_latency),
-      cmocka_unit_test(test_burst_makes_few_late), cmocka_unit_test(test_low_class_is_not_starved),
+      cmocka_unit_test(test_burst_makes_few_late), cmocka_unit_test(test_few_late_at_high_load),
+      cmocka_unit_test(test_low_class_is_not_starved),
       cmocka_unit_test(test_priority_goes_first), cmocka_unit_test(test_planning_is_quick),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
