@@ -79,6 +79,7 @@ static json_t *point_of(const struct simulate_setting *s, const struct simulate_
   put(p, "ttft_p99_ms", simulate_quantile(&r->ttft, 0.99) * 1e-3);
   put(p, "itl_p50_ms", simulate_quantile(&r->itl, 0.5) * 1e-3);
   put(p, "itl_p99_ms", simulate_quantile(&r->itl, 0.99) * 1e-3);
+  put(p, "itl_late_share", r->itl.n ? (double)r->n_itl_over / (double)r->itl.n : 0);
   put(p, "output_tokens_per_s", (double)r->n_output_tokens / seconds);
   put(p, "total_tokens_per_s", (double)(r->n_output_tokens + r->n_prompt_tokens) / seconds);
   put(p, "busy_share", r->busy_us / r->duration_us);

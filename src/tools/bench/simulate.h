@@ -12,16 +12,19 @@
 
 /* What a step costs on the device: linear layers are bound by weight bytes or by flops, decode attention by cache bytes, prompt attention
  * by flops; the sum plus a fixed part (launches, sampling, host). Keys of the cost file have the same names. Where the file has "points",
- * pairs of tokens and microseconds as measured, straight lines between them stand for linear layers, head and fixed part. */
+ * pairs of tokens and microseconds as measured, straight lines between them stand for linear layers, head and fixed part; "prompt_points"
+ * are those of steps that hold tokens of prompts, where these take another way. */
 #define SIMULATE_POINTS 32
+struct simulate_points { int32_t n; double tokens[SIMULATE_POINTS], us[SIMULATE_POINTS]; }; /* ascending */
 struct simulate_cost {
   double weight_bytes, head_bytes, kv_bytes_per_token;
   double linear_flops_per_token, head_flops_per_row, attention_flops_per_pair;
   double read_bytes_per_s, weight_read_share, head_read_share, kv_read_share;
   double small_batch_tokens, small_batch_flops, large_batch_flops, attention_flops;
   double fixed_us, kv_memory_bytes, max_batch_tokens;
-  int32_t n_points;
-  double point_tokens[SIMULATE_POINTS], point_us[SIMULATE_POINTS]; /* ascending */
+  double tile_tokens;           /* tokens of prompts are computed in tiles of so many; 0: one by one */
+  double lane_tokens, lane_pieces, piece_us; /* longest chunk that is read in slices (0: none is), pieces of one, what each of them adds */
+  struct simulate_points points, prompt_points;
 };
 
 struct simulate_arrival { double at_us; int32_t n_prompt, n_output; };

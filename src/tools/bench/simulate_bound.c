@@ -26,9 +26,10 @@ struct bound {
 
 static double best_token_us(const struct simulate_cost *c)
 {
+  const struct simulate_points *points = c->prompt_points.n > 0 ? &c->prompt_points : &c->points;
   double best = c->linear_flops_per_token / c->large_batch_flops * 1e6;
-  for (int32_t i = 0; i < c->n_points; i++) {
-    double each = c->point_us[i] / c->point_tokens[i];
+  for (int32_t i = 0; i < points->n; i++) {
+    double each = points->us[i] / points->tokens[i];
     best = i == 0 ? each : fmin(best, each);
   }
   return best;

@@ -56,20 +56,20 @@ int64_t simulate_read_trace(const char *path, int64_t n_most, struct simulate_ar
 }
 
 /* Pairs of tokens and microseconds, ascending; none is fine. */
-static bool read_points(const char *path, json_t *root, struct simulate_cost *c)
+static bool read_points(const char *path, json_t *root, const char *key, struct simulate_points *p)
 {
-  json_t *points = json_object_get(root, "points");
+  json_t *points = json_object_get(root, key);
   for (size_t i = 0; i < json_array_size(points); i++) {
     json_t *pair = json_array_get(points, i);
     double tokens = json_number_value(json_array_get(pair, 0)), us = json_number_value(json_array_get(pair, 1));
-    if (i >= SIMULATE_POINTS || !(us > 0) || !(tokens > (i ? c->point_tokens[i - 1] : 0))) {
-      fprintf(stderr, "sits2026-bench simulate: %s: points must be up to %d ascending pairs of tokens and microseconds\n", path,
+    if (i >= SIMULATE_POINTS || !(us > 0) || !(tokens > (i ? p->tokens[i - 1] : 0))) {
+      fprintf(stderr, "sits2026-bench simulate: %s: %s must be up to %d ascending pairs of tokens and microseconds\n", path, key,
               SIMULATE_POINTS);
       return false;
     }
-    c->point_tokens[i] = tokens;
-    c->point_us[i] = us;
-    c->n_points++;
+    p->tokens[i] = tokens;
+    p->us[i] = us;
+    p->n++;
   }
   return true;
 }
@@ -85,13 +85,16 @@ bool simulate_read_cost(const char *path, struct simulate_cost *c)
       {"large_batch_flops", &c->large_batch_flops}, {"attention_flops", &c->attention_flops}, {"fixed_us", &c->fixed_us},
       {"kv_memory_bytes", &c->kv_memory_bytes}, {"max_batch_tokens", &c->max_batch_tokens},
   };
+  const struct { const char *key; double *value; } options[] = {{"tile_tokens", &c->tile_tokens}, {"lane_tokens", &c->lane_tokens},
+                                                                {"lane_pieces", &c->lane_pieces}, {"piece_us", &c->piece_us}};
   json_error_t error;
   json_t *root = json_load_file(path, 0, &error);
   if (!root) {
     fprintf(stderr, "sits2026-bench simulate: %s:%d: %s\n", path, error.line, error.text);
     return false;
   }
-  bool is_good = read_points(path, root, c);
+  bool is_good = read_points(path, root, "points", &c->points);
+  is_good = read_points(path, root, "prompt_points", &c->prompt_points) && is_good;
   for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
     json_t *value = json_object_get(root, keys[i].key);
     *keys[i].value = json_number_value(value);
@@ -99,6 +102,12 @@ bool simulate_read_cost(const char *path, struct simulate_cost *c)
       fprintf(stderr, "sits2026-bench simulate: %s: %s must be a positive number\n", path, keys[i].key);
       is_good = false;
     }
+  }
+  for (size_t i = 0; i < sizeof options / sizeof options[0]; i++)
+    *options[i].value = json_number_value(json_object_get(root, options[i].key));
+  if (c->lane_tokens > 0 && c->lane_pieces < 1) {
+    fprintf(stderr, "sits2026-bench simulate: %s: lane_tokens needs lane_pieces\n", path);
+    is_good = false;
   }
   json_decref(root);
   return is_good;

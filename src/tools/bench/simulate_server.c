@@ -19,19 +19,20 @@ double simulate_pair_us(const struct simulate_cost *c)
   return c->attention_flops_per_pair / c->attention_flops * 1e6;
 }
 
-static double between_points(const struct simulate_cost *c, double n_tokens)
+static double between_points(const struct simulate_points *p, double n_tokens)
 {
   int32_t i = 1;
-  while (i < c->n_points - 1 && n_tokens > c->point_tokens[i]) i++;
-  double from = c->point_tokens[i - 1], slope = (c->point_us[i] - c->point_us[i - 1]) / (c->point_tokens[i] - from);
-  return c->point_us[i - 1] + slope * (n_tokens - from);
+  while (i < p->n - 1 && n_tokens > p->tokens[i]) i++;
+  double from = p->tokens[i - 1], slope = (p->us[i] - p->us[i - 1]) / (p->tokens[i] - from);
+  return p->us[i - 1] + slope * (n_tokens - from);
 }
 
 double simulate_step_us(const struct simulate_cost *c, const struct alps_cost_work *work, int32_t n_rows)
 {
   double n_tokens = work->n_decode + work->n_prompt_tokens;
   double attention = (double)work->decode_kv_tokens * simulate_kv_us(c) + work->prompt_depth * simulate_pair_us(c);
-  if (c->n_points > 1) return between_points(c, n_tokens) + attention;
+  if (c->prompt_points.n > 1 && work->n_prompt_tokens > 0) return between_points(&c->prompt_points, n_tokens) + attention;
+  if (c->points.n > 1) return between_points(&c->points, n_tokens) + attention;
   double rate = n_tokens <= c->small_batch_tokens ? c->small_batch_flops : c->large_batch_flops;
   double linear = fmax(c->weight_bytes / (c->read_bytes_per_s * c->weight_read_share), n_tokens * c->linear_flops_per_token / rate);
   double head = fmax(c->head_bytes / (c->read_bytes_per_s * c->head_read_share), n_rows * c->head_flops_per_row / rate);
@@ -89,25 +90,25 @@ static void preempt(struct simulate_server *s, int32_t id)
   alps_requeue(s->alps, id, q->n_known);
 }
 
-static void note_token(struct simulate_server *s, const struct simulate_sequence *q)
+static void note_token(struct simulate_server *s, const struct simulate_sequence *q, double at_us)
 {
   struct simulate_result *r = s->result;
   if (q->last_token_us == 0) {
-    double ttft = s->now_us - simulate_arrival_us(s, q->arrival);
+    double ttft = at_us - simulate_arrival_us(s, q->arrival);
     record(&r->ttft, ttft);
     s->n_late += ttft > s->setting->ttft_target_us;
   } else {
-    record(&r->itl, s->now_us - q->last_token_us);
-    r->n_itl_over += s->now_us - q->last_token_us > s->setting->itl_limit_us;
+    record(&r->itl, at_us - q->last_token_us);
+    r->n_itl_over += at_us - q->last_token_us > s->setting->itl_limit_us;
   }
   r->n_output_tokens++;
 }
 
-static void draw(struct simulate_server *s, int32_t id)
+static void draw(struct simulate_server *s, int32_t id, double at_us)
 {
   struct simulate_sequence *q = &s->sequences[id];
-  if (!s->is_reader) note_token(s, q);
-  q->last_token_us = s->now_us;
+  if (!s->is_reader) note_token(s, q, at_us);
+  q->last_token_us = at_us;
   q->n_known++;
   if (--q->n_left > 0) {
     alps_update(s->alps, id, q->n_known, q->n_computed, q->n_pages, 0);
@@ -122,6 +123,22 @@ static void draw(struct simulate_server *s, int32_t id)
   if (s->ended) s->ended(s->user, arrival);
 }
 
+static void take_pages(struct simulate_server *s, const struct alps_item *item)
+{
+  struct simulate_sequence *q = &s->sequences[item->id];
+  int32_t n_pages = (q->n_computed + item->n_tokens + SIMULATE_PAGE - 1) / SIMULATE_PAGE;
+  s->n_pages_free -= n_pages - q->n_pages;
+  q->n_pages = n_pages;
+}
+
+static void end_item(struct simulate_server *s, const struct alps_item *item, double at_us)
+{
+  struct simulate_sequence *q = &s->sequences[item->id];
+  q->n_computed += item->n_tokens;
+  if (item->is_last) draw(s, item->id, at_us);
+  else alps_update(s->alps, item->id, q->n_known, q->n_computed, q->n_pages, 0);
+}
+
 void simulate_server_end(struct simulate_server *s, double step_us)
 {
   const struct alps_plan *plan = &s->plan;
@@ -130,17 +147,50 @@ void simulate_server_end(struct simulate_server *s, double step_us)
   s->result->busy_us += step_us;
   s->result->n_steps++;
   for (int32_t i = 0; i < plan->n_items; i++) {
-    const struct alps_item *item = &plan->items[i];
-    struct simulate_sequence *q = &s->sequences[item->id];
-    int32_t n_pages = (q->n_computed + item->n_tokens + SIMULATE_PAGE - 1) / SIMULATE_PAGE;
-    s->n_pages_free -= n_pages - q->n_pages;
-    q->n_pages = n_pages;
-    q->n_computed += item->n_tokens;
-    if (i >= plan->n_decode) s->result->n_prompt_tokens += item->n_tokens;
-    if (item->is_last) draw(s, item->id);
-    else alps_update(s->alps, item->id, q->n_known, q->n_computed, q->n_pages, 0);
+    take_pages(s, &plan->items[i]);
+    if (i >= plan->n_decode) s->result->n_prompt_tokens += plan->items[i].n_tokens;
+    end_item(s, &plan->items[i], s->now_us);
   }
   alps_report(s->alps, plan, (int64_t)step_us);
+}
+
+/* The plan's chunk on the lane, as long as the next piece would end in time; the others' clocks stand still meanwhile, so `at_us` into the
+ * step is told apart from now_us. Returns when it stopped. */
+static double run_slice(struct simulate_server *s, double at_us)
+{
+  struct alps_plan *plan = &s->plan;
+  const double until_us = s->now_us + (double)plan->slice_us, from_us = at_us;
+  if (plan->slice_begins) {
+    struct alps_cost_work alone = {0};
+    alps_cost_add_chunk(&alone, plan->slice.n_tokens, s->sequences[plan->slice.id].n_computed);
+    s->n_pieces = (int32_t)s->cost->lane_pieces;
+    s->piece_us = simulate_step_us(s->cost, &alone, plan->slice.is_last) / s->n_pieces + s->cost->piece_us;
+    take_pages(s, &plan->slice);
+    const struct simulate_sequence *q = &s->sequences[plan->slice.id];
+    alps_update(s->alps, plan->slice.id, q->n_known, q->n_computed, q->n_pages, 0);
+  }
+  do at_us += s->piece_us;
+  while (--s->n_pieces > 0 && at_us + s->piece_us <= until_us);
+  plan->sliced_us += (int64_t)(at_us - from_us);
+  if (s->n_pieces > 0) return at_us;
+  plan->slice_ended = true;
+  s->result->n_prompt_tokens += plan->slice.n_tokens;
+  end_item(s, &plan->slice, at_us);
+  return at_us;
+}
+
+/* Slices of the step, which end before its batch begins; their time. */
+static double run_slices(struct simulate_server *s)
+{
+  struct alps_plan *plan = &s->plan;
+  double at_us = s->now_us;
+  bool has_more = plan->slice.id >= 0;
+  while (has_more) {
+    at_us = run_slice(s, at_us);
+    if (!plan->slice_ended) break;
+    has_more = alps_plan_more(s->alps, s->n_pages_free, at_us + s->piece_us <= s->now_us + (double)plan->slice_us, admit, s, plan);
+  }
+  return at_us - s->now_us;
 }
 
 static void note_most(struct simulate_server *s)
@@ -159,9 +209,10 @@ double simulate_server_begin(struct simulate_server *s)
   }
   s->result->plan_us += (double)(clock_monotonic_ns() - started_ns) * 1e-3;
   if (s->result->n_steps % 64 == 0) note_most(s);
+  const double slices_us = run_slices(s);
   int32_t n_rows = 0;
   for (int32_t i = 0; i < s->plan.n_items; i++) n_rows += s->plan.items[i].is_last;
-  return s->plan.n_items > 0 ? simulate_step_us(s->cost, &s->plan.work, n_rows) : 0;
+  return slices_us + (s->plan.n_items > 0 ? simulate_step_us(s->cost, &s->plan.work, n_rows) : 0);
 }
 
 bool simulate_server_init(struct simulate_server *s, const struct simulate_cost *cost, const struct simulate_arrival *arrivals, int64_t n,
@@ -174,6 +225,11 @@ bool simulate_server_init(struct simulate_server *s, const struct simulate_cost 
                                  .max_batch_tokens = (int32_t)cost->max_batch_tokens, .chunk_tokens = setting->chunk_tokens,
                                  .page_tokens = SIMULATE_PAGE, .n_pages = s->n_pages_free, .itl_target_us = setting->itl_target_us,
                                  .ttft_target_us = setting->knows_ttft_target ? (int64_t)setting->ttft_target_us : 0};
+  if (setting->placement == SIMULATE_ONE && setting->policy == ALPS_BUDGET && cost->lane_tokens > 0) {
+    options.slice_tokens = (int32_t)cost->lane_tokens;
+    options.slices_by_rate = true;
+  }
+  options.tile_tokens = (int32_t)cost->tile_tokens;
   s->sequences = mem_calloc((size_t)n, sizeof *s->sequences);
   return s->sequences && alps_create(&options, &s->alps) == SITS_OK;
 }

@@ -26,6 +26,8 @@ struct simulate_server {
   int64_t n_late;
   double now_us, busy_us;
   struct alps_plan plan;       /* of the step that is running */
+  double piece_us;             /* of the chunk in slices: the time of a piece, of which n_pieces are left */
+  int32_t n_pieces;
   bool is_reader;              /* its sequences end with their prompts, and nobody sees their tokens */
   void (*ended)(void *user, int64_t arrival); /* NULL, or told of each end */
   void *user;
