@@ -264,7 +264,8 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
   p->max_tokens = backend->options.max_batch_tokens;
   p->max_rows = backend->options.max_seqs;
   p->max_pages = (program->dims.max_context + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS + 1;
-  enum sits_status status = check_dims(program, err);
+  p->lt_plans = mem_calloc(1, sizeof *p->lt_plans);
+  enum sits_status status = p->lt_plans != NULL ? check_dims(program, err) : sits_fail(err, SITS_NOMEM, "cuda: out of memory");
   if (status == SITS_OK) status = read_program(p, err);
   if (status == SITS_OK) status = load_weights(p, err);
   if (status == SITS_OK) status = load_rope(p, err);
@@ -277,6 +278,7 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
         sits_fail(err, SITS_NOMEM, "cuda: workspaces for %d tokens and %d sequences do not fit the device", p->max_tokens, p->max_rows);
   if (status == SITS_OK) status = cuda_make_slots(p, err);
   if (status == SITS_OK) status = cuda_resident_load(p, err);
+  if (status == SITS_OK) status = cuda_gemm_warm(p);
   if (status == SITS_OK) status = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream));
   if (status == SITS_OK) status = cuda_comm_open(p, err);
   if (status != SITS_OK) {
@@ -296,7 +298,7 @@ void cuda_program_destroy(struct backend_program *p)
   (void)cudaStreamSynchronize(p->backend->stream);
   cuda_graph_clear(p);
   cuda_comm_close(p);
-  cuda_gemm_fini(p);
+  if (p->lane == NULL) cuda_gemm_fini(p);
   cuda_lane_fini(p);
   for (int32_t i = 0; i < CUDA_IN_FLIGHT; i++) {
     if (p->slots[i].started) (void)cudaEventDestroy(p->slots[i].started);
@@ -304,6 +306,7 @@ void cuda_program_destroy(struct backend_program *p)
   }
   cuda_memory_free_owner(p->backend, p);
   if (p->lane == NULL) {
+    mem_free(p->lt_plans);
     mem_free(p->weights);
     mem_free(p->layers);
   }

@@ -1,4 +1,4 @@
-/* Which GEMM for which weight and step size, and cuBLASLt's calls. Entry points: cuda_gemm_form, cuda_gemm.
+/* Which GEMM for which weight and step size, and cuBLASLt's calls. Entry points: cuda_gemm_form, cuda_gemm, cuda_gemm_warm.
  *
  *   weight                     rows of the step   activations             kernel
  *   4-bit                      1..16              f16 fragments           sits_k_w4a16
@@ -100,24 +100,25 @@ static void lt_plan_fini(struct cuda_lt_plan *plan)
 
 void cuda_gemm_fini(struct backend_program *p)
 {
-  for (int32_t i = 0; i < CUDA_MAX_LT_PLANS; i++) lt_plan_fini(&p->lt_plans[i]);
-  p->n_lt_plans = 0;
+  for (int32_t i = 0; p->lt_plans != NULL && i < CUDA_MAX_LT_PLANS; i++) lt_plan_fini(&p->lt_plans->at[i]);
+  if (p->lt_plans != NULL) p->lt_plans->n = 0;
 }
 
 static struct cuda_lt_plan *lt_plan(struct backend_program *p, int32_t rows, int32_t cols, int32_t n, enum lt_kind kind)
 {
-  if (p->n_lt_plans == CUDA_MAX_LT_PLANS / 2) cuda_gemm_fini(p); /* steps of many sizes: start over */
+  struct cuda_lt_plan *plans = p->lt_plans->at;
+  if (p->lt_plans->n == CUDA_MAX_LT_PLANS / 2) cuda_gemm_fini(p); /* steps of many sizes: start over */
   uint32_t at = ((uint32_t)rows * 31u + (uint32_t)cols * 17u + (uint32_t)kind) * 2654435761u >> 16;
   at += (uint32_t)n / LT_ALIGN;
-  struct cuda_lt_plan *plan = &p->lt_plans[at % CUDA_MAX_LT_PLANS];
-  for (; plan->op != NULL; plan = &p->lt_plans[++at % CUDA_MAX_LT_PLANS])
+  struct cuda_lt_plan *plan = &plans[at % CUDA_MAX_LT_PLANS];
+  for (; plan->op != NULL; plan = &plans[++at % CUDA_MAX_LT_PLANS])
     if (plan->rows == rows && plan->cols == cols && plan->n == n && plan->kind == (int)kind) return plan;
   *plan = (struct cuda_lt_plan){.rows = rows, .cols = cols, .n = n, .kind = (int)kind};
   if (!lt_describe(plan) || !lt_choose(p->backend, plan, p->act_scale)) {
     lt_plan_fini(plan);
     return NULL;
   }
-  p->n_lt_plans++;
+  p->lt_plans->n++;
   return plan;
 }
 
@@ -243,4 +244,21 @@ enum sits_status cuda_gemm(struct backend_program *p, const struct cuda_weight *
     status = CUDA_CALL(p->backend, sits_k_add_bias(y, w->bias, n, w->rows, at));
   }
   return status;
+}
+
+enum sits_status cuda_gemm_warm(struct backend_program *p)
+{
+  const struct cuda_layer *layer = &p->layers[0];
+  const struct k_stream at = {(struct CUstream_st *)p->backend->stream, false};
+  const struct { const struct cuda_weight *w; enum cuda_gemm_output output; void *y; } products[] = {
+      {layer->qkv, CUDA_GEMM_F16, p->qkv}, {layer->o, CUDA_GEMM_ADD, p->h}, {layer->gate_up, CUDA_GEMM_SWIGLU, NULL},
+      {layer->down, CUDA_GEMM_ADD, p->h}};
+  if (program_n_ranks(p->program) > 1) return SITS_OK; /* they send what they multiplied */
+  for (int32_t n = CUDA_TILE_TOKENS; n <= CUDA_LANE_TOKENS && n <= p->max_tokens; n += CUDA_TILE_TOKENS)
+    for (size_t i = 0; i < sizeof products / sizeof *products; i++) {
+      const struct k_act x = cuda_act_form(p, products[i].w, n);
+      if (!cuda_gemm_adds(&x)) continue;
+      TRY(cuda_gemm(p, products[i].w, n, &x, products[i].output, products[i].y, NULL, NULL, at));
+    }
+  return SITS_OK;
 }

@@ -89,6 +89,8 @@ struct cuda_inputs {
 
 struct cuda_lt_plan { int32_t rows, cols, n; int kind; cublasLtMatmulAlgo_t algo; cublasLtMatmulDesc_t op; cublasLtMatrixLayout_t a, b,
   d; };
+/* By shape and kind; a program's, which its lane shares. */
+struct cuda_lt_plans { struct cuda_lt_plan at[CUDA_MAX_LT_PLANS]; int32_t n; };
 
 /* One batch between submit and wait: the pinned memory that its copies read and write. */
 struct cuda_slot {
@@ -129,8 +131,7 @@ struct backend_program {
   float *attn_workspace, *prefill_workspace;
   int32_t *attn_counters;
   struct k_attn_share *attn_cut;    /* k_attn_cut_bytes, of the step at hand */
-  struct cuda_lt_plan lt_plans[CUDA_MAX_LT_PLANS];
-  int32_t n_lt_plans;
+  struct cuda_lt_plans *lt_plans;
   struct cuda_graph graphs[CUDA_MAX_GRAPHS];
   int32_t n_graphs;
   uint64_t graphs_kv;               /* serial of the page memory that the graphs were captured with */
@@ -248,11 +249,13 @@ enum sits_status cuda_gemm_swiglu(struct backend_program *p, const struct cuda_w
  * writes hold that many; what it computes beyond n is not looked at. */
 static inline int32_t cuda_lt_rows(int32_t n)
 {
-  const int32_t unit = n <= 512 ? 16 : n <= 2048 ? 64 : 128; /* e4m3 wants a multiple of 16 */
+  const int32_t unit = n <= 128 ? 16 : 128; /* e4m3 wants multiples of 16; a tile takes as long whole, and each size wants a plan */
   return (n + unit - 1) / unit * unit;
 }
 /* Whether cuBLASLt takes e4m3 with vector scales; sets p->has_e4m3. */
 void cuda_gemm_probe(struct backend_program *p);
+/* Multiply once in every size that a lane's chunk has, so that no step waits for the library's choice and the loading of its kernels. */
+enum sits_status cuda_gemm_warm(struct backend_program *p) SITS_MUST_CHECK;
 void cuda_gemm_fini(struct backend_program *p);
 
 /* ---- cuda_resident.c ---- */

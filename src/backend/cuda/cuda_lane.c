@@ -94,9 +94,8 @@ enum sits_status cuda_lane_open(struct backend_program *program, const struct ba
   lane->lane = state;
   lane->max_tokens = max_tokens;
   lane->max_rows = 1;
-  lane->n_graphs = lane->n_lt_plans = lane->next_slot = lane->n_pending = 0;
+  lane->n_graphs = lane->next_slot = lane->n_pending = 0;
   lane->stats = (struct backend_stats){0};
-  memset(lane->lt_plans, 0, sizeof lane->lt_plans);
   memset(lane->slots, 0, sizeof lane->slots);
   enum sits_status status = SITS_OK;
   if (!make_memory(lane)) status = sits_fail(err, SITS_NOMEM, "cuda: lane: no memory for %d tokens", max_tokens);
