@@ -31,8 +31,7 @@ def slow(tmp_path_factory):
     assert server.stop() == 0
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@pytest.mark.parametrize("how,stream", [("close", True), ("close", False), ("reset", True), ("reset", False), ("half-close", False)])
 def test_contract_57_a_client_that_leaves_ends_its_work(slow, stream, how):
     sock = open_request(slow, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 4, "stream": stream})
     wait_for(lambda: slow.metric("num_requests_running") > 0)
@@ -46,6 +45,33 @@ def test_contract_57_a_client_that_leaves_ends_its_work(slow, stream, how):
     slow.wait_quiet(5 * SLOW)
     assert time.time() - start < 3 * SLOW
     sock.close()
+
+
+@pytest.mark.parametrize("when", ["at once", "in the queue", "while it runs"])
+def test_contract_57_a_client_that_reads_on_gets_its_stream(slow, when):
+    """Who ends its sending side behind the request of a stream, as nc -N does, has not left. Who then leaves is seen."""
+    before = slow.metric("client_disconnects_total")
+    busy = []
+    if when == "in the queue":
+        busy = [open_request(slow, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 16, "stream": True})]
+        wait_for(lambda: slow.metric("num_requests_running") > 0)
+    body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with open_request(slow, body) as sock:
+        if when == "in the queue":
+            wait_for(lambda: slow.metric("num_requests_waiting") > 0)
+        if when == "while it runs":
+            assert sock.recv(1) == b"H"
+        sock.shutdown(socket.SHUT_WR)
+        for other in busy:
+            time.sleep(0.05)
+            assert slow.metric("num_requests_waiting") > 0
+            other.shutdown(socket.SHUT_WR)
+            time.sleep(0.05)
+            other.close()
+        answer = sock.makefile("rb").read()
+    assert answer.count(b"data: ") >= 20 and b"data: [DONE]" in answer and b": ping" in answer, answer
+    slow.wait_quiet(5 * SLOW)
+    assert slow.metric("client_disconnects_total") == before + len(busy)
 
 
 def test_contract_57_a_client_that_leaves_while_it_waits(slow):

@@ -161,6 +161,11 @@ static bool attach_call(struct http_request *request, struct api_call *call, enu
                             clock_unix_s(), api_call_n_choices(call));
   request->has_reply = true;
   request->reply.call = call;
+  if (request->is_half_closed && request->is_stream) http_watch_probe_locked(request);
+  else if (request->is_half_closed && !request->is_gone) { /* as http_watch.c would have seen it later */
+    request->is_gone = true;
+    metrics_add(request->server->metrics, METRICS_DISCONNECTS, 1);
+  }
   bool is_gone = request->is_gone;
   pthread_mutex_unlock(&request->mutex);
   return !*status && !is_gone;

@@ -57,6 +57,7 @@ struct http_request {
   size_t n_dropped_bytes;             /* [pool] of a body that is not kept */
   bool is_watched;                    /* [pool] */
   bool has_hung_up;                   /* [mutex] the client will send nothing more, and the request was not complete then */
+  bool is_half_closed;                /* [mutex] the same, and it was: the client has left, or reads on */
 
   pthread_mutex_t mutex;
   enum http_wait wait;                /* [mutex] */
@@ -160,6 +161,9 @@ void http_cors_add_headers(struct http_request *request, struct MHD_Response *re
 enum sits_status http_watch_start(struct http_server *server, struct sits_error *err) SITS_MUST_CHECK;
 /* Look for the client's leaving from now on; again once the request is complete, for before that a hang-up means something else. */
 void http_watch_add(struct http_request *request);
+/* A comment on the stream, which must have a reply; the request's mutex is held. If the client has left, its system resets the connection
+ * then. */
+void http_watch_probe_locked(struct http_request *request);
 void http_watch_remove(struct http_request *request);
 /* An answer was sent: let libmicrohttpd see the end of the connection, if that came with the request. On the pool's thread. */
 void http_watch_show_end(int fd);

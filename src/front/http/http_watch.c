@@ -1,10 +1,11 @@
 /* The watcher: one thread with an epoll set of the sockets whose requests are being served.
  *
  * libmicrohttpd does not look at a suspended connection, so a client that leaves while it waits would go unnoticed until the next write.
- * The set holds each socket with EPOLLRDHUP once; a hang-up or half-close ends the request's call within a step. (A client that closes its
- * sending side after the request therefore counts as gone.) Events carry the request's number, never a pointer. A few times a second the
- * thread also sends a comment on streams that have been silent for long, so that proxies and clients see life, and cuts requests whose body
- * takes too long to arrive.
+ * The set holds each socket with EPOLLRDHUP once; a hang-up ends the request's call within a step. So does the end of the client's sending
+ * side where a whole answer is made, for nothing can be written that would tell who reads on from who has left. A stream is sent a comment:
+ * who has left resets the connection, who reads on gets the rest. Events carry the request's number, never a pointer. A few times a second
+ * the thread also sends a comment on streams that have been silent for long, so that proxies and clients see life, and cuts requests whose
+ * body takes too long to arrive.
  *
  * A request whose body is still expected is watched too. libmicrohttpd polls edge-triggered and takes a read that fills less than its
  * buffer for the last one: the end of a connection that came together with the bytes before it is never looked at, and the request would
@@ -36,12 +37,18 @@ static struct http_request *find(struct http_server *server, uint64_t number)
   return request;
 }
 
-static void ping_locked(struct http_request *request, int64_t now_us)
+void http_watch_probe_locked(struct http_request *request)
 {
-  if (request->wait != HTTP_WAIT_BYTES || request->is_finished || request->is_gone) return;
-  if (now_us - request->last_write_us < request->server->options.ping_us) return;
+  if (request->is_finished || request->is_gone) return;
   buf_append_text(&request->out, ": ping\n\n");
   http_wake_locked(request, HTTP_WAIT_BYTES);
+}
+
+static void ping_locked(struct http_request *request, int64_t now_us)
+{
+  if (request->wait != HTTP_WAIT_BYTES) return;
+  if (now_us - request->last_write_us < request->server->options.ping_us) return;
+  http_watch_probe_locked(request);
 }
 
 /* Make libmicrohttpd read again. The edge may come before a read that is under way, so it is made at each tick until the request ends. */
@@ -50,16 +57,29 @@ static void nudge_locked(struct http_request *request)
   if (request->has_hung_up && !request->is_begun && !request->is_completed) shutdown(request->fd, SHUT_RD);
 }
 
-/* The client left. Whether there was a call to end; a request that is not complete yet is completed or dropped by who reads it, and one
- * that needs no engine is answered: its client may have ended its sending side only. */
-static bool hung_up(struct http_request *request)
+/* The sending side of a client has ended whose request needs the engine. Whether that ends it: not if its answer is a stream, or if it is
+ * not known yet what it is (attach_call looks again). From now on the set tells of resets only. */
+static bool ends_half_closed_locked(struct http_request *request)
+{
+  struct epoll_event event = {.events = EPOLLONESHOT, .data.u64 = request->number};
+  request->is_half_closed = true;
+  if (request->has_reply && !request->is_stream) return true;
+  if (!request->is_completed) epoll_ctl(request->server->epoll_fd, EPOLL_CTL_MOD, request->fd, &event);
+  if (request->has_reply) http_watch_probe_locked(request);
+  return false;
+}
+
+/* The client left, or has ended its sending side. Whether there was a call to end; a request that is not complete yet is completed or
+ * dropped by who reads it, and one that needs no engine is answered. */
+static bool hung_up(struct http_request *request, bool is_reset)
 {
   pthread_mutex_lock(&request->mutex);
-  bool is_begun = request->is_begun;
-  request->has_hung_up = !is_begun;
+  bool ends = request->is_begun && (http_routes[request->route].kind & API_GENERATE);
+  request->has_hung_up = !request->is_begun;
   nudge_locked(request);
+  if (ends && !is_reset) ends = ends_half_closed_locked(request);
   pthread_mutex_unlock(&request->mutex);
-  return is_begun && (http_routes[request->route].kind & API_GENERATE) && http_request_abandon(request);
+  return ends && http_request_abandon(request);
 }
 
 /* A body that trickles in keeps its connection from idling; the whole request has as long as an idle connection has. */
@@ -94,7 +114,7 @@ static void *watch_main(void *argument)
       if (events[i].data.u64 == STOP_NUMBER) return NULL;
       struct http_request *request = find(server, events[i].data.u64);
       if (!request) continue;
-      if (hung_up(request)) metrics_add(server->metrics, METRICS_DISCONNECTS, 1);
+      if (hung_up(request, events[i].events & (EPOLLHUP | EPOLLERR))) metrics_add(server->metrics, METRICS_DISCONNECTS, 1);
       http_request_unref(request);
     }
     if (clock_monotonic_us() >= next_tick_us) {
