@@ -20,6 +20,8 @@
 
 #define SPINS_IDLE 10000     /* about 200 us: bridges the sampling between two decode steps */
 
+struct worker { struct cpu_pool *pool; int32_t index; pthread_t thread; };
+
 struct cpu_pool {
   struct cpu_gate start;       /* grows by one with each job */
   _Alignas(128) _Atomic int32_t n_inside; /* workers that may touch the job */
@@ -27,10 +29,8 @@ struct cpu_pool {
   atomic_bool is_stopping;
   int32_t n_threads;           /* [init] */
   int32_t n_started;           /* [init] threads to join */
-  pthread_t *threads;          /* [init] [n_threads - 1] */
+  struct worker *workers;      /* [init] [n_threads - 1], index 1 first */
 };
-
-struct worker_start { struct cpu_pool *pool; int32_t worker; };
 
 static void pause_cpu(void)
 {
@@ -60,16 +60,14 @@ void cpu_gate_set(struct cpu_gate *gate, uint32_t value)
 
 static void *worker_main(void *arg)
 {
-  struct worker_start *start = arg;
-  struct cpu_pool *pool = start->pool;
-  const int32_t worker = start->worker;
-  mem_free(start);
+  const struct worker *worker = arg;
+  struct cpu_pool *pool = worker->pool;
   for (uint32_t seen = 0;;) {
     seen = cpu_gate_wait(&pool->start, seen, SPINS_IDLE);
     if (atomic_load(&pool->is_stopping)) return NULL;
     atomic_fetch_add(&pool->n_inside, 1);
     const struct cpu_job *job = atomic_load(&pool->job);
-    if (job != NULL) job->fn(job->arg, worker);
+    if (job != NULL) job->fn(job->arg, worker->index);
     atomic_fetch_sub(&pool->n_inside, 1);
   }
 }
@@ -89,18 +87,15 @@ void cpu_pool_quiesce(struct cpu_pool *pool)
   while (atomic_load(&pool->n_inside) != 0) sched_yield(); /* only when weights were packed or a program ends */
 }
 
-static enum sits_status start_worker(struct cpu_pool *pool, int32_t worker, struct sits_error *err)
+static enum sits_status start_worker(struct cpu_pool *pool, int32_t index, struct sits_error *err)
 {
-  struct worker_start *start = mem_alloc(sizeof *start);
-  if (start == NULL) return sits_fail(err, SITS_NOMEM, "worker pool: out of memory");
-  *start = (struct worker_start){pool, worker};
-  const int rc = pthread_create(&pool->threads[worker - 1], NULL, worker_main, start);
-  if (rc != 0) {
-    mem_free(start);
-    return sits_fail(err, SITS_UNAVAILABLE, "worker pool: thread %d: %s", (int)worker, strerror(rc));
-  }
+  struct worker *worker = &pool->workers[index - 1];
+  worker->pool = pool;
+  worker->index = index;
+  const int rc = pthread_create(&worker->thread, NULL, worker_main, worker);
+  if (rc != 0) return sits_fail(err, SITS_UNAVAILABLE, "worker pool: thread %d: %s", (int)index, strerror(rc));
   char name[16] = "cpu-worker";
-  pthread_setname_np(pool->threads[worker - 1], name);
+  pthread_setname_np(worker->thread, name);
   pool->n_started++;
   return SITS_OK;
 }
@@ -114,9 +109,9 @@ enum sits_status cpu_pool_create(int32_t n_threads, struct cpu_pool **out, struc
   memset(pool, 0, sizeof *pool);
   pool->n_threads = n_threads;
   enum sits_status status = SITS_OK;
-  pool->threads = mem_calloc((size_t)n_threads, sizeof *pool->threads);
-  if (pool->threads == NULL) status = sits_fail(err, SITS_NOMEM, "worker pool: out of memory");
-  for (int32_t worker = 1; worker < n_threads && status == SITS_OK; worker++) status = start_worker(pool, worker, err);
+  pool->workers = mem_calloc((size_t)n_threads, sizeof *pool->workers);
+  if (pool->workers == NULL) status = sits_fail(err, SITS_NOMEM, "worker pool: out of memory");
+  for (int32_t i = 1; i < n_threads && status == SITS_OK; i++) status = start_worker(pool, i, err);
   if (status != SITS_OK) {
     cpu_pool_destroy(pool);
     return status;
@@ -131,8 +126,8 @@ void cpu_pool_destroy(struct cpu_pool *pool)
   if (pool->n_started > 0) {
     atomic_store(&pool->is_stopping, true);
     cpu_gate_set(&pool->start, atomic_load(&pool->start.value) + 1);
-    for (int32_t i = 0; i < pool->n_started; i++) pthread_join(pool->threads[i], NULL);
+    for (int32_t i = 0; i < pool->n_started; i++) pthread_join(pool->workers[i].thread, NULL);
   }
-  mem_free(pool->threads);
+  mem_free(pool->workers);
   mem_free(pool);
 }
