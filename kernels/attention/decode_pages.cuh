@@ -61,9 +61,9 @@ template <int D, bool FP4> SITS_DEV void quantise_new(const float *v, new_token 
 #pragma unroll
   for (int k = 0; k < 4; k++) x[k] = v[first + LANES * k];
   if constexpr (FP4)
-    kv::quantise_fp4<4>(x, code, &scale);
+    kv::quantise_fp4_at_once<4>(x, code, &scale);
   else
-    kv::quantise_u4<8>(x, 32, lane, code, &scale, &zero);
+    kv::quantise_u4_at_once<8>(x, code, &scale, &zero);
 #pragma unroll
   for (int k = 0; k < 4; k++) nt->v[first + LANES * k] = (uint8_t)code[k];
   if ((lane & (LANES - 1)) == 0) {
@@ -78,28 +78,33 @@ template <int D> SITS_DEV void fetch_item(float (&x)[D / 32], const k_attn_decod
   kv::fetch_head<D>(x, a.qkv, (size_t)row * (h + 2 * g) * D, i < gqa ? head * gqa + i : h + (i - gqa) * g + head, lane);
 }
 
-/* That item: queries -> query, rotated; the key -> nt, rotated; the value -> nt, quantised. A warp; v: D floats of its own. */
-template <int D, bool FP4> SITS_DEV void prepare_item(float (&x)[D / 32], const k_attn_decode &a, int i, float *v,
-                                                      const float2 (&angle)[D / 32], __half *query, new_token *nt, int lane) {
+/* That item: queries -> query, rotated; the key -> nt, rotated. A warp; v: D floats of its own. */
+template <int D, bool FP4> SITS_DEV void prepare_rotated(float (&x)[D / 32], const k_attn_decode &a, int i, float *v,
+                                                         const float2 (&angle)[D / 32], __half *query, new_token *nt, int lane) {
   const int gqa = a.kv.n_heads / a.kv.n_kv_heads;
-  if (i > gqa) kv::hadamard_lanes<D>(x, lane);
 #pragma unroll
   for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
   __syncwarp();
-  if (i > gqa) {
-    quantise_new<D, FP4>(v, nt, lane);
-  } else {
-    kv::rotate_head<D>(v, lane, i < gqa ? a.q_gain : a.k_gain, a.eps, a.rope, angle, FP4, x);
+  kv::rotate_head<D>(v, lane, i < gqa ? a.q_gain : a.k_gain, a.eps, a.rope, angle, FP4, x);
 #pragma unroll
-    for (int j = 0; j < D / 32; j++) {
-      const int ch = lane + j * 32;
-      const __half y = __float2half_rn(fminf(fmaxf(x[j], -65504.f), 65504.f));
-      if (i < gqa)
-        query[query_at(i, ch)] = y;
-      else
-        nt->k[ch] = y;
-    }
+  for (int j = 0; j < D / 32; j++) {
+    const int ch = lane + j * 32;
+    const __half y = __float2half_rn(fminf(fmaxf(x[j], -65504.f), 65504.f));
+    if (i < gqa)
+      query[query_at(i, ch)] = y;
+    else
+      nt->k[ch] = y;
   }
+  __syncwarp();
+}
+
+/* The value -> nt, quantised. The same. */
+template <int D, bool FP4> SITS_DEV void prepare_value(float (&x)[D / 32], float *v, new_token *nt, int lane) {
+  kv::hadamard_lanes<D>(x, lane);
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
+  __syncwarp();
+  quantise_new<D, FP4>(v, nt, lane);
   __syncwarp();
 }
 
@@ -159,23 +164,44 @@ SITS_DEV void mma_zeros(float (&d)[4], uint32_t zeros, uint32_t b0, uint32_t b1)
 }
 constexpr float ROW0 = 0x1p18f, ROW8 = 0x1p22f, ZERO = 0x1p24f; /* what takes that back, of rows g and g+8 and of off */
 
-/* Scores of N blocks of 16 tokens against f16 keys. Half unrolled: a warp comes here once a sequence, but the keys may be far. */
+template <int N> SITS_DEV void mma_own(float (&sc)[N][4], const uint4 &k, int block, uint32_t q0, uint32_t q1) {
+  const uint32_t a[4] = {k.x, k.y, k.z, k.w};
+  mma_f16(sc[block], a, q0, q1, sc[block]);
+}
+/* Scores of N blocks of 16 tokens against f16 keys. Half unrolled: a warp comes here once a sequence. Where the keys are far, in global
+ * memory, those of 64 channels are asked for before the first of them is touched; the compiler waited for each. */
 template <int D, bool FP4, int N, class K> SITS_DEV void score_own(float (&sc)[N][4], uint32_t query, int lane, K keys) {
-#pragma unroll 2
-  for (int i = 0; i < D / 32; i++) {
-    uint4 k[N][2];
+  constexpr int STEPS = K::ARE_FAR ? 4 : 2, OUTER = K::ARE_FAR ? STEPS : N, INNER = K::ARE_FAR ? N : STEPS; /* the order of loads */
+#pragma unroll 4 / STEPS
+  for (int i = 0; i < D / (16 * STEPS); i++) {
+    uint4 k[OUTER][INNER];
 #pragma unroll
-    for (int b = 0; b < N; b++)
+    for (int x = 0; x < OUTER; x++)
 #pragma unroll
-      for (int c = 0; c < 2; c++) k[b][c] = keys(i * 2 + c, b);
-    const uint4 q = lds128(query + (i * 32 + lane) * 16);
-#pragma unroll
-    for (int b = 0; b < N; b++)
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        const uint32_t a[4] = {k[b][c].x, k[b][c].y, k[b][c].z, k[b][c].w};
-        mma_f16(sc[b], a, c ? q.z : q.x, c ? q.w : q.y, sc[b]);
+      for (int y = 0; y < INNER; y++) {
+        const int b = K::ARE_FAR ? y : x, step = i * STEPS + (K::ARE_FAR ? x : y);
+        k[x][y] = K::ARE_FAR ? keys.fetch(step, b) : keys.patched(keys.fetch(step, b), step, b);
       }
+    if constexpr (K::ARE_FAR)
+#pragma unroll
+      for (int x = 0; x < OUTER; x++)
+#pragma unroll
+        for (int y = 0; y < INNER; y++) keys.patch(k[x][y], i * STEPS + x, y);
+#pragma unroll
+    for (int h = 0; h < STEPS / 2; h++) {
+      const uint4 q = lds128(query + ((i * (STEPS / 2) + h) * 32 + lane) * 16);
+      if constexpr (K::ARE_FAR) {
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+#pragma unroll
+          for (int b = 0; b < N; b++) mma_own<N>(sc, k[h * 2 + c][b], b, c ? q.z : q.x, c ? q.w : q.y);
+      } else {
+#pragma unroll
+        for (int b = 0; b < N; b++)
+#pragma unroll
+          for (int c = 0; c < 2; c++) mma_own<N>(sc, k[b][c], b, c ? q.z : q.x, c ? q.w : q.y);
+      }
+    }
   }
 #pragma unroll
   for (int b = 0; b < N; b++)
@@ -290,8 +316,9 @@ SITS_DEV void add_values(state<D> &st, uint32_t tile, int block, int lane, uint3
 }
 
 /* N blocks of the page from block0 on. lo, len, own: first visible token, behind the last one, first one of the own group, in the page;
- * IS_PLAIN: every token is visible, none of the own group. own_keys(step, block): fragments of f16 keys of the own group, 16 channels by
- * 16 tokens; the first block is the warp's first in the group. before_values: called when the scores are there. */
+ * IS_PLAIN: every token is visible, none of the own group. own_keys: fetch(step, block), fragments of f16 keys of the own group, 16
+ * channels by 16 tokens, the first block is the warp's first in the group; patch and patched, where they bring the new token's; ARE_FAR.
+ * before_values: called when the scores are there. */
 template <int D, bool FP4, int N, bool IS_PLAIN, class K, class F>
 SITS_DEV void attend_page(state<D> &st, uint32_t query, uint32_t tile, int block0, int lane, int lo, int len, int own,
                           float scale, K own_keys, F before_values) {
@@ -339,14 +366,15 @@ SITS_DEV void attend_page(state<D> &st, uint32_t query, uint32_t tile, int block
   for (int b = 0; b < N; b++) add_values<D, FP4>(st, tile, block0 + b, lane, c0[b], c1[b]);
 }
 
-/* Values of head h of a warp's state -> merge[warp][h][ROW]; ADD: to what another warp left there. */
-template <int D, bool FP4, bool ADD> SITS_DEV void spill_state(state<D> &st, float *merge, int warp, int lane) {
+/* A warp's state -> merge[rows][ROW], a row a head, rows even; ADD: to what another warp left there. */
+template <int D, bool FP4, bool ADD> SITS_DEV void spill_state(state<D> &st, float *merge, int rows, int lane) {
   constexpr int ROW = decode::ROW<D>;
   const int g = lane >> 2, t = lane & 3;
   float l0 = st.l0, l1 = st.l1, mine[2] = {1.f, 1.f}, other[2] = {0.f, 0.f};
 #pragma unroll
   for (int d = 4; d < 32; d <<= 1) l0 += __shfl_xor_sync(~0u, l0, d), l1 += __shfl_xor_sync(~0u, l1, d);
-  float *r = merge + (warp * 8 + 2 * t) * ROW;
+  float *r = merge + 2 * t * ROW;
+  if (2 * t >= rows) return;
   if (ADD) {
     const float m0 = fmaxf(r[D], st.m0), m1 = fmaxf(r[ROW + D], st.m1);
     mine[0] = exp2_fast(st.m0 - m0), mine[1] = exp2_fast(st.m1 - m1);

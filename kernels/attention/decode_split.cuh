@@ -101,11 +101,11 @@ SITS_DEV int add_acq_rel(int *counter, int by) {
   return before;
 }
 
-/* Sums, rows of heads [N_SUMS][8], of a CTA's warps -> output, or the part is handed over and the last CTA of the segment merges the parts.
- * N_WARPS warps that `sync` keeps together. */
-template <int D, int N_WARPS, int N_SUMS, class S>
-SITS_DEV void flush_segment(const k_attn_decode &a, const segment &g, const share &mine, const float *sums, int *flag, bool is_first,
-                            S sync) {
+/* Sums of a CTA's warps, rows of heads [8 N / rows][rows], -> output, or the part is handed over and the last CTA of the segment merges the
+ * parts. N_WARPS warps that `sync` keeps together. */
+template <int D, int N_WARPS, int N, class S>
+SITS_DEV void flush_segment(const k_attn_decode &a, const segment &g, const share &mine, const float *sums, int rows, int *flag,
+                            bool is_first, S sync) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads;
   const bool begins_here = g.first_unit >= mine.begin, ends_here = g.first_unit + g.n_units <= mine.end;
   const int cta_first = begins_here ? (int)blockIdx.x : mine.first_cta, cta_last = ends_here ? (int)blockIdx.x : mine.last_cta;
@@ -115,15 +115,17 @@ SITS_DEV void flush_segment(const k_attn_decode &a, const segment &g, const shar
   for (int h = warp; h < gqa; h += N_WARPS) {
     float m = -1e30f, l = 0.f;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int base = 0; base < 8 * N; base += N * rows) /* once or twice */
 #pragma unroll
-    for (int i = 0; i < N_SUMS; i++) m = fmaxf(m, sums[(i * 8 + h) * ROW<D> + D]);
+      for (int i = 0; i < N; i++) m = fmaxf(m, sums[(base + i * rows + h) * ROW<D> + D]);
+    for (int base = 0; base < 8 * N; base += N * rows)
 #pragma unroll
-    for (int i = 0; i < N_SUMS; i++) {
-      const float *r = sums + (i * 8 + h) * ROW<D>;
-      const float f = exp2_fast(r[D] - m);
-      l += r[D + 1] * f;
-      add_scaled(v, *(const float4 *)(r + col), f);
-    }
+      for (int i = 0; i < N; i++) {
+        const float *r = sums + (base + i * rows + h) * ROW<D>;
+        const float f = exp2_fast(r[D] - m);
+        l += r[D + 1] * f;
+        add_scaled(v, *(const float4 *)(r + col), f);
+      }
     if (cta_first == cta_last)
       store_head<D>(a, g.row, g.head * gqa + h, v, 1.f / l, lane);
     else {

@@ -328,6 +328,29 @@ template <int LANES> SITS_DEV float group_max(float x) {
   return x;
 }
 
+/* Several sums at once, so that their exchanges between lanes do not wait for each other. x[c][k] as above. */
+template <int LANES, int C, int N> SITS_DEV void group_sums(float (&sum)[C], const float (&x)[C][N]) {
+#pragma unroll
+  for (int c = 0; c < C; c++) sum[c] = group_sum<1>(x[c]);
+#pragma unroll
+  for (int d = LANES / 2; d > 0; d >>= 1)
+#pragma unroll
+    for (int c = 0; c < C; c++) sum[c] += __shfl_xor_sync(~0u, sum[c], d);
+}
+
+/* rintf of what is clamped to less than 2^22 afterwards, without the slow pipe. */
+SITS_DEV float round_even(float x) { return __fadd_rn(__fadd_rn(x, 12582912.f), -12582912.f); }
+/* 1 / b and a / b as the division rounds them, for scales b > 0: no call for what lies at the ends of the range. */
+SITS_DEV float inverse_of(float b) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
+  return fmaf(y, fmaf(-b, y, 1.f), y);
+}
+SITS_DEV float quotient(float a, float b, float inverse) {
+  const float q = a * inverse;
+  return fmaf(inverse, fmaf(-b, q, a), q);
+}
+
 /* 32 values: q of (q - zero) * scale, 0 to 15. Tries three scales and three zero points. ALL: n is known to be 32. */
 template <int LANES, int N, bool ALL = false>
 SITS_DEV void quantise_u4(const float (&x)[N], int n, int lane, uint32_t (&code)[N], uint32_t *scale, int *zero) {
@@ -375,8 +398,9 @@ SITS_DEV void quantise_u4(const float (&x)[N], int n, int lane, uint32_t (&code)
 }
 
 /* Twice the e2m1 number nearest to a >= 0: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6. */
-SITS_DEV float e2m1_doubled(float a) {
-  const float fine = rintf(a * 2.f), whole = rintf(a) * 2.f, coarse = rintf(a * 0.5f) * 4.f;
+template <bool FAST = false> SITS_DEV float e2m1_doubled(float a) {
+  const auto round = [](float v) { return FAST ? round_even(v) : rintf(v); };
+  const float fine = round(a * 2.f), whole = round(a) * 2.f, coarse = round(a * 0.5f) * 4.f;
   return fminf(a < 2.f ? fine : a < 4.f ? whole : coarse, 12.f);
 }
 
@@ -406,6 +430,88 @@ template <int LANES, int N> SITS_DEV void quantise_fp4(const float (&x)[N], uint
 #pragma unroll
   for (int k = 0; k < N; k++) {
     const int d = (int)e2m1_doubled(fabsf(x[k]) * inverse);
+    code[k] = (uint32_t)(d < 4 ? d : d < 8 ? d / 2 + 2 : d / 4 + 4) | (x[k] < 0.f ? 8u : 0u);
+  }
+  *scale = best_code;
+}
+
+/* quantise_u4 of 32 values, all candidates at once: less to wait for, more code and registers. */
+template <int LANES, int N> SITS_DEV void quantise_u4_at_once(const float (&x)[N], uint32_t (&code)[N], uint32_t *scale, int *zero) {
+  constexpr int CODES = 3;
+  static_assert(LANES * N == 32, "a group");
+  float low = 0.f, high = 0.f;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    high = k ? fmaxf(high, x[k]) : x[k], low = k ? fminf(low, x[k]) : x[k];
+  }
+  high = group_max<LANES>(high), low = -group_max<LANES>(-low);
+  const float size = fmaxf(-low, high), span = quotient(high - low, 15.f, 1.f / 15.f), least = quotient(size, 120.f, 1.f / 120.f);
+  const uint32_t first = scale_code(fmaxf(span, least));
+  float best = INFINITY, best_scale = 0.f, best_inverse = 0.f, best_zero = 0.f;
+  uint32_t best_code = first;
+  float s[CODES], inverse[CODES], z[CODES * 3], e[CODES * 3][N], error[CODES * 3];
+#pragma unroll
+  for (int i = 0; i < CODES; i++) {
+    s[i] = scale_value(min(first + i, 255u));
+    const float y = inverse_of(s[i]), middle = s[i] > 0.f ? round_even(quotient(-low, s[i], y)) : 0.f;
+    inverse[i] = s[i] > 0.f ? y : 0.f;
+#pragma unroll
+    for (int shift = 0; shift < 3; shift++) {
+      const int c = i * 3 + shift;
+      z[c] = fminf(fmaxf(middle + (float)(shift - 1), -128.f), 127.f);
+#pragma unroll
+      for (int k = 0; k < N; k++) {
+        const float d = fmaf(fminf(fmaxf(round_even(x[k] * inverse[i]), -z[c]), 15.f - z[c]), s[i], -x[k]);
+        e[c][k] = d * d;
+      }
+    }
+  }
+  group_sums<LANES>(error, e);
+#pragma unroll
+  for (int c = 0; c < CODES * 3; c++)
+    if (error[c] < best) /* the last code again changes nothing */
+      best = error[c], best_code = min(first + c / 3, 255u), best_scale = s[c / 3], best_inverse = inverse[c / 3],
+      best_zero = z[c];
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const float q = fminf(fmaxf(round_even(x[k] * best_inverse) + best_zero, 0.f), 15.f);
+    code[k] = (uint32_t)(int)q;
+  }
+  *scale = best_code, *zero = (int)best_zero;
+}
+
+/* quantise_fp4, all candidates at once. */
+template <int LANES, int N> SITS_DEV void quantise_fp4_at_once(const float (&x)[N], uint32_t (&code)[N], uint32_t *scale) {
+  static_assert(LANES * N == 16, "a group");
+  constexpr int CODES = 5;
+  float top = 0.f;
+#pragma unroll
+  for (int k = 0; k < N; k++) top = fmaxf(top, fabsf(x[k]));
+  top = group_max<LANES>(top);
+  float best = INFINITY, best_scale = 0.f;
+  uint32_t best_code = 0;
+  uint32_t c[CODES];
+  float s[CODES], e[CODES][N], error[CODES];
+#pragma unroll
+  for (int i = 0; i < CODES; i++) {
+    const float most = 6.f - 0.5f * (float)i;
+    c[i] = scale_code(quotient(top, most, 1.f / most));
+    s[i] = scale_value(c[i]);
+    const float inverse = s[i] > 0.f ? inverse_of(s[i]) : 0.f;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      const float size = fabsf(x[k]), d = fmaf(e2m1_doubled<true>(size * inverse) * 0.5f, s[i], -size);
+      e[i][k] = d * d;
+    }
+  }
+  group_sums<LANES>(error, e);
+#pragma unroll
+  for (int i = 0; i < CODES; i++)
+    if (error[i] < best) best = error[i], best_code = c[i], best_scale = s[i];
+  const float inverse = best_scale > 0.f ? inverse_of(best_scale) : 0.f;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int d = (int)e2m1_doubled<true>(fabsf(x[k]) * inverse);
     code[k] = (uint32_t)(d < 4 ? d : d < 8 ? d / 2 + 2 : d / 4 + 4) | (x[k] < 0.f ? 8u : 0u);
   }
   *scale = best_code;
