@@ -12,6 +12,7 @@ static const double PREFILL_FLOOR = 0.05;  /* share of the target that prefill m
 static const double DECODE_CEILING = 0.9;  /* share of the budget that decodes alone may take before admission stops */
 static const double QUIET_STEP = 4;        /* targets that a step with high-class prompts may take while nobody decodes */
 static const double STRETCH = 2;           /* targets that a step takes which is late on purpose */
+static const double STRETCH_MOST = 0.15;   /* of the first-token target: who comes in such a step waits for its end */
 static const double DEFAULT_SLICE_US = 50000; /* a step where classes meet and there is no target */
 static const double SOFT_TARGET_US = 100000;  /* a step with decodes when there is no target: nobody waits for a whole prompt */
 static const double LONE_PROMPT_US = 250000;  /* a step without decodes: arrivals and cancels are seen that often */
@@ -645,7 +646,7 @@ static bool may_stretch(const struct planner *p)
   for (int32_t c = 0; c < alps->pressed_class; c++) {
     if (alps->classes[c].n_running > 0) return false;
   }
-  return alps->options.itl_target_us > 0;
+  return STRETCH * (double)alps->options.itl_target_us <= STRETCH_MOST * (double)alps->options.ttft_target_us;
 }
 
 /* The time that prompts may take in this step. Where somebody decodes, the inter-token target says it. Where classes meet, a step is
