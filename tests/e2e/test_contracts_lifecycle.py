@@ -74,6 +74,23 @@ def test_contract_57_a_client_that_reads_on_gets_its_stream(slow, when):
     assert slow.metric("client_disconnects_total") == before + len(busy)
 
 
+def test_contract_57_a_client_that_reads_on_and_leaves_while_it_waits(slow):
+    """Nothing is said at its second end, and its stream is silent in the queue: it is seen all the same, long before a comment is due."""
+    busy = open_request(slow, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 16, "stream": True})
+    wait_for(lambda: slow.metric("num_requests_running") > 0)
+    sock = open_request(slow, {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True})
+    wait_for(lambda: slow.metric("num_requests_waiting") > 0)
+    sock.shutdown(socket.SHUT_WR)
+    got = b""
+    while b": ping" not in got:
+        got += sock.recv(4096)
+    sock.close()
+    wait_for(lambda: slow.metric("num_requests_waiting") == 0, 5)
+    assert slow.metric("num_requests_running") > 0
+    busy.close()
+    slow.wait_quiet(5 * SLOW)
+
+
 def test_contract_57_a_client_that_leaves_while_it_waits(slow):
     """Requests in the queue go too, without having run."""
     busy = [open_request(slow, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 16, "stream": False})]

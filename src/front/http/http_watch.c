@@ -4,8 +4,8 @@
  * The set holds each socket with EPOLLRDHUP once; a hang-up ends the request's call within a step. So does the end of the client's sending
  * side where a whole answer is made, for nothing can be written that would tell who reads on from who has left. A stream is sent a comment:
  * who has left resets the connection, who reads on gets the rest. Events carry the request's number, never a pointer. A few times a second
- * the thread also sends a comment on streams that have been silent for long, so that proxies and clients see life, and cuts requests whose
- * body takes too long to arrive.
+ * the thread also sends a comment on streams that have been silent for long, so that proxies and clients see life, and on silent ones whose
+ * client reads on, for it may leave later; and cuts requests whose body takes too long to arrive.
  *
  * A request whose body is still expected is watched too. libmicrohttpd polls edge-triggered and takes a read that fills less than its
  * buffer for the last one: the end of a connection that came together with the bytes before it is never looked at, and the request would
@@ -46,8 +46,9 @@ void http_watch_probe_locked(struct http_request *request)
 
 static void ping_locked(struct http_request *request, int64_t now_us)
 {
-  if (request->wait != HTTP_WAIT_BYTES) return;
-  if (now_us - request->last_write_us < request->server->options.ping_us) return;
+  int64_t after_us = request->server->options.ping_us;
+  if (request->is_half_closed) after_us = TICK_MS * 1000; /* its leaving sends nothing any more: only an answer to bytes tells it */
+  if (request->wait != HTTP_WAIT_BYTES || after_us == 0 || now_us - request->last_write_us < after_us) return;
   http_watch_probe_locked(request);
 }
 
@@ -95,7 +96,7 @@ static void tick(struct http_server *server)
   pthread_mutex_lock(&server->mutex);
   for (struct http_request *request = server->requests; request; request = request->next) {
     pthread_mutex_lock(&request->mutex);
-    if (server->options.ping_us) ping_locked(request, now_us);
+    ping_locked(request, now_us);
     cut_late_body_locked(request, now_us);
     nudge_locked(request);
     pthread_mutex_unlock(&request->mutex);
