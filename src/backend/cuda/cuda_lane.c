@@ -148,13 +148,14 @@ enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv
 
 static int32_t parts_of(const struct backend_program *lane) { return lane->program->dims.n_layers * CUDA_LAYER_PARTS; }
 
-/* Where a piece from part `at` on may end first. */
+/* Where a piece from part `at` on may end first: never between two layers, and with few tokens not before the last product either, whose
+ * input may be fragments in the program's own memory (cuda_gemm_form). */
 static int32_t next_stop(const struct backend_program *lane, int32_t at)
 {
-  const bool is_whole = lane->is_fast && lane->lane->batch->n_tokens <= CUDA_FAST_TOKENS; /* its layers hand over in other ways */
-  if (is_whole) return parts_of(lane);
+  const bool is_small = lane->lane->batch->n_tokens <= CUDA_FAST_TOKENS;
+  if (is_small && lane->is_fast) return parts_of(lane); /* its layers hand over in other ways */
   do at++;
-  while (at % CUDA_LAYER_PARTS == PART_QKV && at < parts_of(lane));
+  while (at < parts_of(lane) && (at % CUDA_LAYER_PARTS == PART_QKV || (is_small && at % CUDA_LAYER_PARTS == PART_DOWN)));
   return at;
 }
 
