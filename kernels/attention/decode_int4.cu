@@ -239,6 +239,7 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
       bar_wait(queries, parity[0]);
     } else {
       place_queries<D>(p, g, query);
+      if (C::HOLDS_OPEN) asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); /* the same of the segment before and its sums */
       __syncthreads();
     }
     const bool has_open = C::HOLDS_OPEN && last_unit < end;
