@@ -74,6 +74,24 @@ def test_contract_57_a_client_that_reads_on_gets_its_stream(slow, when):
     assert slow.metric("client_disconnects_total") == before + len(busy)
 
 
+@pytest.mark.parametrize("path,body", [("/tokenize", {"prompt": "Once"}), (TEXT, {"prompt": "Once", "max_tokens": 2, "stream": True})])
+def test_contract_57_many_clients_that_read_on_are_answered(tiny, path, body):
+    """On a busy server the end of the sending side is there before the request is read."""
+    statuses = []
+
+    def ask():
+        for _ in range(20):
+            with open_request(tiny, body, path) as sock:
+                sock.shutdown(socket.SHUT_WR)
+                statuses.append(read_response(sock.makefile("rb"))[0])
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == [200] * 320
+
+
 def test_contract_57_a_client_that_reads_on_and_leaves_while_it_waits(slow):
     """Nothing is said at its second end, and its stream is silent in the queue: it is seen all the same, long before a comment is due."""
     busy = open_request(slow, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 16, "stream": True})

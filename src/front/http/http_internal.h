@@ -56,6 +56,7 @@ struct http_request {
   bool is_crowded;                    /* [pool] there was no memory for its body */
   size_t n_dropped_bytes;             /* [pool] of a body that is not kept */
   bool is_watched;                    /* [pool] */
+  bool is_read;                       /* [pool] the handler was called once with all of it */
   bool has_hung_up;                   /* [mutex] the client will send nothing more, and the request was not complete then */
   bool is_half_closed;                /* [mutex] the same, and it was: the client has left, or reads on */
 

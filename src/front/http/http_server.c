@@ -234,7 +234,13 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
     http_respond_error(request, SITS_QUEUE_FULL, "too many large requests are being read", NULL);
     return queue_answer(request);
   }
-  if (http_routes[request->route].is_post) return hand_to_worker(request);
+  if (http_routes[request->route].is_post) {
+    /* A connection suspended in the pass that has read the request is read again when it is resumed, and closed if the client has ended
+     * its sending side meanwhile. In the pass behind it libmicrohttpd waits for this handler alone. */
+    bool is_read = request->is_read;
+    request->is_read = true;
+    return is_read ? hand_to_worker(request) : MHD_YES;
+  }
   pthread_mutex_lock(&request->mutex);
   request->is_begun = true;
   pthread_mutex_unlock(&request->mutex);
