@@ -115,12 +115,13 @@ static void admit(void *user, int32_t id, struct alps_admitted *out)
   enum sits_status status = kv_open(engine->pages, owner, &choice->slot);
   assert(status == SITS_OK);
   (void)status;
-  const bool is_coming = choice->swap.at.head >= 0 && engine_swap_in(engine, choice);
-  if (!is_coming) kv_swap_free(engine->pages, &choice->swap.at);
+  const bool is_swapped = choice->swap.at.head >= 0 && engine_swap_in(engine, choice);
+  const bool is_coming = is_swapped && !engine_swap_fill(engine, choice);
+  if (!is_swapped) kv_swap_free(engine->pages, &choice->swap.at);
   /* A prompt whose every logprob is wanted must be computed; what was emitted before a pre-emption need not be. */
   bool may_attach = request->params.sampling.n_prompt_logprobs < 0 || request->next_prompt_row >= request->params.n_prompt;
   bool is_counted = request->read_elsewhere.scheduled_us && !request->was_scheduled; /* its look-up, by the placement */
-  if (!is_coming && may_attach)
+  if (!is_swapped && may_attach)
     (is_counted ? kv_attach_uncounted : kv_attach)(engine->pages, choice->slot, choice->tokens, engine_known(choice));
   choice->n_computed = kv_tokens(engine->pages, choice->slot);
   note_scheduled(engine, request, choice->n_computed);

@@ -278,6 +278,8 @@ void engine_wait_again(struct sits_engine *engine, struct engine_choice *choice)
 bool engine_swap_out(struct sits_engine *engine, struct engine_choice *choice);
 /* Begin to bring them back, into the choice's empty slot. False: there are no pages; host memory stays as it is. */
 bool engine_swap_in(struct sits_engine *engine, struct engine_choice *choice);
+/* All of them at once, for a sequence that is being admitted. False: that takes too long, or a page fails; it is coming. */
+bool engine_swap_fill(struct sits_engine *engine, struct engine_choice *choice);
 void engine_swap_stop(struct sits_engine *engine, struct engine_choice *choice); /* host places are kept where they hold all pages */
 bool engine_swap_run(struct sits_engine *engine); /* this turn's piece; false: nothing is on its way */
 void engine_swap_hurry(struct sits_engine *engine); /* one page more; something must be leaving */

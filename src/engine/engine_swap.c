@@ -1,11 +1,14 @@
 /* Pages of pre-empted sequences on their way to host memory and back, in pieces between the steps, so that the others need not wait.
  *
  *   out   engine_swap_out takes places; from the last page on each is copied, then free for others. When all are out it waits again.
- *   in    engine_swap_in takes pages for all; when they are filled the sequence goes on.
+ *   in    engine_swap_in takes pages for all; when they are filled the sequence goes on. Where that is short they are filled at once
+ *         (engine_swap_fill) and it goes on in the same plan: one that only has pages is the next victim, and where memory is short it
+ *         would come and go in turns and compute nothing.
  *
  * A turn copies for a share of a usual step, longer when nothing computes; and at once what the decodes of the turn lack
  * (engine_swap_hurry). Between pieces a sequence may end or, coming back, lose its new pages again: what lies in host memory stays good. */
 #include <assert.h>
+#include <math.h>
 
 #include "base/clock.h"
 #include "base/log.h"
@@ -13,6 +16,7 @@
 
 static const double SWAP_SHARE = 0.125; /* of a usual step */
 static const int64_t SWAP_IDLE_US = 5000;
+static const double SWAP_SHORT_US = 1000; /* is noticed by nobody */
 
 static unsigned char *host_place(const struct sits_engine *engine, int32_t place)
 {
@@ -67,13 +71,18 @@ static void end_out(struct sits_engine *engine, struct engine_choice *choice, bo
   engine_wait_again(engine, choice);
 }
 
-/* The pages are filled. */
-static void end_in(struct sits_engine *engine, struct engine_choice *choice)
+static void take_in(struct sits_engine *engine, struct engine_choice *choice)
 {
   engine_swap_stop(engine, choice);
   choice->n_computed = choice->swap.at.n_tokens;
   kv_commit(engine->pages, choice->slot, choice->tokens, choice->n_computed);
   kv_swap_free(engine->pages, &choice->swap.at);
+}
+
+/* The pages are filled. */
+static void end_in(struct sits_engine *engine, struct engine_choice *choice)
+{
+  take_in(engine, choice);
   alps_arrived(engine->alps, choice->id);
   engine_tell_filled(engine, choice);
 }
@@ -86,34 +95,56 @@ static void fail_in(struct sits_engine *engine, struct engine_choice *choice)
   engine_wait_again(engine, choice);
 }
 
+/* The next page of one that is on its way. False: it cannot be copied. */
+static bool copy_page(struct sits_engine *engine, struct engine_choice *choice)
+{
+  struct engine_swap *swap = &choice->swap;
+  const struct backend_vtable *vtable = engine->options.vtable;
+  const bool is_out = swap->way == SWAP_OUT;
+  const int64_t started_us = clock_monotonic_us();
+  const int32_t *pages;
+  kv_pages(engine->pages, choice->slot, &pages);
+  unsigned char *host = host_place(engine, swap->place);
+  const int32_t page = pages[swap->n_left - 1];
+  const enum sits_status status = is_out ? vtable->kv_read_page(engine->options.kv, page, host)
+                                         : vtable->kv_write_page(engine->options.kv, page, host);
+  engine->page_copy_us += 0.05 * ((double)(clock_monotonic_us() - started_us) - engine->page_copy_us);
+  if (status != SITS_OK) {
+    log_error("engine", "a page cannot be swapped request=%s how=%s", choice->request->params.id, is_out ? "out" : "in");
+    return false;
+  }
+  swap->n_left--;
+  swap->place = kv_swap_next(engine->pages, swap->place);
+  if (is_out) engine_give_back(engine, choice, swap->n_left);
+  return true;
+}
+
 /* One page of the one that has been on its way longest; those that leave go first, for others wait for their pages. */
 static void move_page(struct sits_engine *engine)
 {
   int32_t i = 0;
   while (i < engine->n_swapping && engine->by_id[engine->swapping[i]]->swap.way != SWAP_OUT) i++;
   struct engine_choice *choice = engine->by_id[engine->swapping[i < engine->n_swapping ? i : 0]];
-  struct engine_swap *swap = &choice->swap;
-  const struct backend_vtable *vtable = engine->options.vtable;
-  const int64_t started_us = clock_monotonic_us();
-  const int32_t *pages;
-  kv_pages(engine->pages, choice->slot, &pages);
-  unsigned char *host = host_place(engine, swap->place);
-  const int32_t page = pages[--swap->n_left];
-  const bool is_out = swap->way == SWAP_OUT;
-  const enum sits_status status = is_out ? vtable->kv_read_page(engine->options.kv, page, host)
-                                         : vtable->kv_write_page(engine->options.kv, page, host);
-  engine->page_copy_us += 0.05 * ((double)(clock_monotonic_us() - started_us) - engine->page_copy_us);
-  swap->place = kv_swap_next(engine->pages, swap->place);
-  if (status != SITS_OK) {
-    log_error("engine", "a page cannot be swapped request=%s how=%s", choice->request->params.id, is_out ? "out" : "in");
+  const bool is_out = choice->swap.way == SWAP_OUT;
+  if (!copy_page(engine, choice)) {
     if (is_out) end_out(engine, choice, false);
     else fail_in(engine, choice);
-    return;
+  } else if (choice->swap.n_left == 0) {
+    if (is_out) end_out(engine, choice, true);
+    else end_in(engine, choice);
   }
-  if (is_out) engine_give_back(engine, choice, swap->n_left);
-  if (swap->n_left > 0) return;
-  if (is_out) end_out(engine, choice, true);
-  else end_in(engine, choice);
+}
+
+static double turn_us(const struct sits_engine *engine) { return SWAP_SHARE * engine->stats.step_us_ewma; }
+
+bool engine_swap_fill(struct sits_engine *engine, struct engine_choice *choice)
+{
+  const double most_us = fmax(turn_us(engine), SWAP_SHORT_US);
+  if (engine->options.swap_step_pages > 0 || engine->page_copy_us * choice->swap.n_left > most_us) return false;
+  while (choice->swap.n_left > 0)
+    if (!copy_page(engine, choice)) return false; /* found again, and told, when its turn comes */
+  take_in(engine, choice);
+  return true;
 }
 
 void engine_swap_hurry(struct sits_engine *engine)
@@ -127,7 +158,7 @@ bool engine_swap_run(struct sits_engine *engine)
 {
   const bool is_idle = engine->plan.n_items == 0 && engine->plan.slice.id < 0;
   const int64_t started_us = clock_monotonic_us();
-  const int64_t most_us = is_idle ? SWAP_IDLE_US : (int64_t)(SWAP_SHARE * engine->stats.step_us_ewma);
+  const int64_t most_us = is_idle ? SWAP_IDLE_US : (int64_t)turn_us(engine);
   int32_t n = 0;
   engine->swapped_us = 0;
   if (engine->n_swapping == 0) return false;
