@@ -84,7 +84,7 @@ static void check_slices(struct synth *synth, enum kv_codec codec, int32_t n_thr
     if (memcmp(result.logits, want + (p0 + n - 1) * V, V * sizeof *want) != 0)
       fail_msg("%s, %d threads, %d: other bits at token %d", kv_codec_name(codec), (int)n_threads, (int)patience, (int)(p0 + n - 1));
   }
-  assert_true(n_stops > 10 || patience > 100);
+  if (n_threads == 1) assert_true(n_stops > 10 || patience > 100); /* of several, the one that is asked may come late to every phase */
   rig.vt->program_destroy(lane);
   rig_close(&rig);
 }
