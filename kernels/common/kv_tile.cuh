@@ -480,7 +480,7 @@ template <int LANES, int N> SITS_DEV void quantise_u4_at_once(const float (&x)[N
   *scale = best_code, *zero = (int)best_zero;
 }
 
-/* quantise_fp4, all candidates at once. */
+/* quantise_fp4, all candidates at once: a shorter chain and more registers, which kernels that append many tokens do not have. */
 template <int LANES, int N> SITS_DEV void quantise_fp4_at_once(const float (&x)[N], uint32_t (&code)[N], uint32_t *scale) {
   static_assert(LANES * N == 16, "a group");
   constexpr int CODES = 5;

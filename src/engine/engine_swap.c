@@ -140,11 +140,13 @@ static double turn_us(const struct sits_engine *engine) { return SWAP_SHARE * en
 bool engine_swap_fill(struct sits_engine *engine, struct engine_choice *choice)
 {
   const double most_us = fmax(turn_us(engine), SWAP_SHORT_US);
+  const int64_t started_us = clock_monotonic_us();
+  bool is_whole = true;
   if (engine->options.swap_step_pages > 0 || engine->page_copy_us * choice->swap.n_left > most_us) return false;
-  while (choice->swap.n_left > 0)
-    if (!copy_page(engine, choice)) return false; /* found again, and told, when its turn comes */
-  take_in(engine, choice);
-  return true;
+  while (is_whole && choice->swap.n_left > 0) is_whole = copy_page(engine, choice); /* one that fails is found again in its turn */
+  engine->swapped_us += clock_monotonic_us() - started_us;
+  if (is_whole) take_in(engine, choice);
+  return is_whole;
 }
 
 void engine_swap_hurry(struct sits_engine *engine)

@@ -77,7 +77,6 @@ static int32_t choose(struct part *parts)
     struct sequence *s = &sequences[order[i]];
     if (s->at == s->end) *s = (struct sequence){.text = s->text + SEQS, .prompt = 1 + below(below(2) ? 300 : LONGEST - 200)};
     if (s->end == 0) s->end = s->prompt + below(200);
-    if (s->end < s->prompt) s->end = s->prompt;
     if (below(4) >= share && n > 0) continue;
     const int32_t left = s->prompt - s->at, take = left <= 0 ? 1 : chunk_of(left);
     if (n_tokens + take > TOKENS - 1) break;
