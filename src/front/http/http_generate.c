@@ -162,10 +162,7 @@ static bool attach_call(struct http_request *request, struct api_call *call, enu
   request->has_reply = true;
   request->reply.call = call;
   if (request->is_half_closed && request->is_stream) http_watch_probe_locked(request);
-  else if (request->is_half_closed && !request->is_gone) { /* as http_watch.c would have seen it later */
-    request->is_gone = true;
-    metrics_add(request->server->metrics, METRICS_DISCONNECTS, 1);
-  }
+  else if (request->is_half_closed) http_leave_locked(request); /* as http_watch.c would have seen it later */
   bool is_gone = request->is_gone;
   pthread_mutex_unlock(&request->mutex);
   return !*status && !is_gone;
@@ -210,14 +207,20 @@ void http_answer_generate(struct http_request *request)
   if (left) api_call_cancel(request->call, SITS_CANCELLED); /* it left between the first look and the submission */
 }
 
-bool http_request_abandon(struct http_request *request)
+void http_leave_locked(struct http_request *request)
 {
-  pthread_mutex_lock(&request->mutex);
+  bool is_call = request->is_begun && (http_routes[request->route].kind & API_GENERATE);
   bool is_ended = request->is_gone || request->is_completed || (request->is_stream ? request->is_finished : request->response != NULL);
   request->is_gone = true;
+  if (is_call && !is_ended) metrics_add(request->server->metrics, METRICS_DISCONNECTS, 1);
+}
+
+void http_request_abandon(struct http_request *request)
+{
+  pthread_mutex_lock(&request->mutex);
+  http_leave_locked(request);
   struct api_call *call = request->call;
   http_wake_locked(request, HTTP_WAIT_BYTES);
   pthread_mutex_unlock(&request->mutex);
   if (call) api_call_cancel(call, SITS_CANCELLED);
-  return !is_ended;
 }

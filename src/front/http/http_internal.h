@@ -145,8 +145,10 @@ void http_answer_openapi(struct http_request *request);
 void http_answer_generate(struct http_request *request);
 void http_answer_tokenize(struct http_request *request);
 void http_answer_detokenize(struct http_request *request);
-/* The client left: end its call. Whether there was anything left to end. */
-bool http_request_abandon(struct http_request *request);
+/* The client left: note it, and count it if its call had anything left to say. Whoever sees it first counts it. */
+void http_leave_locked(struct http_request *request);
+/* The same, and end the call. */
+void http_request_abandon(struct http_request *request);
 
 /* http_tls.c: options for libmicrohttpd; returns how many. */
 struct net_tls;

@@ -267,6 +267,12 @@ static void note_end(const struct http_request *request, const struct outcome *o
   else log_debug("http", "id=%s route=%s status=%d ms=%.1f", request->id, path, outcome->status, ms);
 }
 
+static bool is_left(enum MHD_RequestTerminationCode code)
+{
+  return code == MHD_REQUEST_TERMINATED_WITH_ERROR || code == MHD_REQUEST_TERMINATED_READ_ERROR ||
+         code == MHD_REQUEST_TERMINATED_CLIENT_ABORT;
+}
+
 static void on_completed(void *context, struct MHD_Connection *connection, void **slot, enum MHD_RequestTerminationCode code)
 {
   struct http_server *server = context;
@@ -276,6 +282,7 @@ static void on_completed(void *context, struct MHD_Connection *connection, void 
   http_watch_remove(request);
   if (code == MHD_REQUEST_TERMINATED_COMPLETED_OK) http_watch_show_end(request->fd);
   pthread_mutex_lock(&request->mutex);
+  if (is_left(code)) http_leave_locked(request); /* libmicrohttpd's write saw it before the watcher did */
   request->is_completed = true;
   request->wait = HTTP_WAIT_NONE;
   http_looked_locked(request);

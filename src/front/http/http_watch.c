@@ -70,9 +70,9 @@ static bool ends_half_closed_locked(struct http_request *request)
   return false;
 }
 
-/* The client left, or has ended its sending side. Whether there was a call to end; a request that is not complete yet is completed or
- * dropped by who reads it, and one that needs no engine is answered. */
-static bool hung_up(struct http_request *request, bool is_reset)
+/* The client left, or has ended its sending side. A request that is not complete yet is completed or dropped by who reads it, and one that
+ * needs no engine is answered. */
+static void hung_up(struct http_request *request, bool is_reset)
 {
   pthread_mutex_lock(&request->mutex);
   bool ends = request->is_begun && (http_routes[request->route].kind & API_GENERATE);
@@ -80,7 +80,7 @@ static bool hung_up(struct http_request *request, bool is_reset)
   nudge_locked(request);
   if (ends && !is_reset) ends = ends_half_closed_locked(request);
   pthread_mutex_unlock(&request->mutex);
-  return ends && http_request_abandon(request);
+  if (ends) http_request_abandon(request);
 }
 
 /* A body that trickles in keeps its connection from idling; the whole request has as long as an idle connection has. */
@@ -115,7 +115,7 @@ static void *watch_main(void *argument)
       if (events[i].data.u64 == STOP_NUMBER) return NULL;
       struct http_request *request = find(server, events[i].data.u64);
       if (!request) continue;
-      if (hung_up(request, events[i].events & (EPOLLHUP | EPOLLERR))) metrics_add(server->metrics, METRICS_DISCONNECTS, 1);
+      hung_up(request, events[i].events & (EPOLLHUP | EPOLLERR));
       http_request_unref(request);
     }
     if (clock_monotonic_us() >= next_tick_us) {
