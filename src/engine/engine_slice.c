@@ -21,7 +21,8 @@ enum sits_status engine_slice_open(struct sits_engine *engine, struct sits_error
   atomic_init(&engine->inbox_class, SITS_CLASS_COUNT);
   if (!o->vtable->lane_open || o->policy != ALPS_BUDGET) return SITS_OK;
   enum sits_status status = o->vtable->lane_open(o->program, o->kv, n, &slice->lane, err);
-  if (status == SITS_UNSUPPORTED) {
+  if (status != SITS_OK && status != SITS_DEVICE) { /* prompts are read all the same, in chunks beside the decodes */
+    if (status != SITS_UNSUPPORTED) log_warn("engine", "no prompt is read in slices: %s", err->text);
     *err = (struct sits_error){0};
     return SITS_OK;
   }

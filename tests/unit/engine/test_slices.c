@@ -213,11 +213,60 @@ static void test_device_fails_to_begin(void **state)
   expect_failure(1000);
 }
 
+static enum sits_status refusal;
+
+static enum sits_status refuse_lane(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
+                                    struct backend_program **out, struct sits_error *err)
+{
+  (void)program, (void)kv, (void)max_tokens, (void)out;
+  return sits_fail(err, refusal, "no lane here");
+}
+
+/* A lane that cannot be had costs the slices, not the engine; but a device that has failed is told by its own words. */
+static void test_no_lane(void **state)
+{
+  static const enum sits_status statuses[] = {SITS_UNSUPPORTED, SITS_NOMEM, SITS_DEVICE};
+  static struct rig_answer answer, expected;
+  struct backend_vtable vtable = *fake_slicing_vtable();
+  (void)state;
+  vtable.lane_open = refuse_lane;
+  for (int i = 0; i < 3; i++) {
+    refusal = statuses[i];
+    memset(&scene, 0, sizeof scene);
+    memset(&answer, 0, sizeof answer);
+    struct engine_options options = rig_options();
+    options.vtable = &vtable;
+    options.overlap = overlap;
+    if (refusal == SITS_DEVICE) {
+      struct sits_error err = {0};
+      const struct fake_options fake = {.n_vocab = RIG_VOCAB, .max_batch_tokens = 128, .max_rows = 32, .n_pages = 64};
+      assert_int_equal(fake_rig_init(&scene.rig.fake, &fake), 0);
+      options.program = scene.rig.fake.program;
+      options.kv = scene.rig.fake.kv;
+      options.geometry = scene.rig.fake.geometry;
+      assert_int_equal(engine_create(&options, &scene.rig.engine, &err), SITS_DEVICE);
+      assert_string_equal(err.text, "no lane here");
+      fake_rig_fini(&scene.rig.fake);
+      continue;
+    }
+    rig_open(&scene.rig, options, 64);
+    rig_prompt(scene.prompt, LONG, 50);
+    rig_run(&scene.rig, scene.longer = submit_class(scene.prompt, LONG, 5, SITS_CLASS_LOW), &answer, 1);
+    rig_expect(scene.prompt, LONG, 5, true, &expected);
+    rig_same(&answer, &expected);
+    assert_int_equal(atomic_load(&scene.rig.fake.n_lanes_begun), 0);
+    sits_request_release(scene.longer);
+    rig_idle(&scene.rig);
+    rig_close(&scene.rig);
+  }
+  assert_int_equal(mem_live_blocks(), 0);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_read_in_slices), cmocka_unit_test(test_cancelled),
                                      cmocka_unit_test(test_higher_class_comes), cmocka_unit_test(test_device_fails),
-                                     cmocka_unit_test(test_device_fails_to_begin)};
+                                     cmocka_unit_test(test_device_fails_to_begin), cmocka_unit_test(test_no_lane)};
   int n_failed = 0;
   static const char *const names[] = {"slices behind the decodes", "slices before the decodes", "slices that begin ahead"};
   for (int i = 0; i < 3; i++) {
