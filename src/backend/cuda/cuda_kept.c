@@ -36,9 +36,10 @@ bool cuda_kept_create(struct backend_kv *kv)
   kept->is_kept = mem_calloc((size_t)g->n_pages, sizeof *kept->is_kept);
   if (kept->pages == NULL || kept->is_kept == NULL) return false;
   const size_t half = (size_t)(capacity * token_bytes / 2);
-  kept->k = cuda_memory_alloc(kv->backend, kv, half);
-  kept->v = cuda_memory_alloc(kv->backend, kv, half);
-  if (kept->k != NULL && kept->v != NULL) kept->capacity = capacity; /* else: nothing is kept, which costs time only */
+  kept->k = cuda_memory_alloc(kv->backend, kv, 2 * half); /* one block: all of it, or none */
+  if (kept->k == NULL) return true; /* nothing is kept, which costs time only */
+  kept->v = (uint8_t *)kept->k + half;
+  kept->capacity = capacity;
   return true;
 }
 
