@@ -133,6 +133,7 @@ enum sits_status engine_create(const struct engine_options *options, struct sits
   if (status != SITS_OK) {
     engine_destroy(e);
     if (own.text[0] != '\0') return sits_fail_param(err, status, own.param, "%s", own.text);
+    if (status != SITS_NOMEM) return sits_fail(err, status, "engine: %s", sits_status_info(status)->text);
     return sits_fail(err, status, "engine: out of memory for %d sequences and %d pages", options->max_num_seqs, options->geometry.n_pages);
   }
   if (options->reader) status = engine_placement_create(e, options, &e->placement, err);

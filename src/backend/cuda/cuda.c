@@ -17,12 +17,17 @@
 extern const struct backend_vtable backend_cuda;
 bool cuda_is_usable(void);
 
-/* Is there a device that the kernels were compiled for? */
+/* Were the kernels compiled for such a device? */
+static bool is_taken(int major) { return major == 8 || major == 9; }
+
+/* Is there a device that the kernels were compiled for, at any place? Which one is meant, open is told. */
 bool cuda_is_usable(void)
 {
   int n = 0, major = 0;
-  if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0) return false;
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && (major == 8 || major == 9);
+  if (cudaGetDeviceCount(&n) != cudaSuccess) return false;
+  for (int i = 0; i < n; i++)
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, i) == cudaSuccess && is_taken(major)) return true;
+  return false;
 }
 
 static void cuda_close(struct backend *backend)
@@ -62,7 +67,7 @@ static enum sits_status read_prefill_weights(struct backend *backend, struct sit
                          "cuda: prefill-weights '%.32s' is not one of auto, resident, expand", name);
 }
 
-static enum sits_status init_kernels(void)
+static int init_kernels(void)
 {
   int e = sits_k_w4a16_init();
   if (!e) e = sits_k_w4a8_init();
@@ -71,7 +76,24 @@ static enum sits_status init_kernels(void)
   if (!e) e = sits_k_kv_fold_init();
   if (!e) e = sits_k_attn_prefill_init();
   if (!e) e = sits_k_attn_prefill_sm90_init();
-  return e ? SITS_DEVICE : SITS_OK;
+  return e;
+}
+
+/* The calling thread on the device, kernels, the stream, cuBLASLt. */
+static enum sits_status set_up(struct backend *backend, struct sits_error *err)
+{
+  int e = cudaSetDevice(backend->device);
+  cuda_enter(backend);
+  if (!e) e = init_kernels();
+  if (!e) e = cudaStreamCreate(&backend->stream);
+  if (e) {
+    (void)cudaGetLastError(); /* said here, and nobody else's */
+    return sits_fail(err, SITS_DEVICE, "cuda: device %d could not be set up: %s", backend->device, cudaGetErrorString((cudaError_t)e));
+  }
+  const cublasStatus_t status = cuda_blas.Create(&backend->lt);
+  if (status == CUBLAS_STATUS_SUCCESS) return SITS_OK;
+  backend->lt = NULL;
+  return sits_fail(err, SITS_DEVICE, "cuda: device %d: cuBLASLt could not be set up: status %d", backend->device, (int)status);
 }
 
 static enum sits_status cuda_open(const struct backend_options *options, struct backend **out, struct sits_error *err)
@@ -79,14 +101,12 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
   if (options->max_batch_tokens < 1 || options->max_seqs < 1)
     return sits_fail(err, SITS_INVALID_ARGUMENT, "cuda: max_batch_tokens and max_seqs must be positive");
   struct cudaDeviceProp prop;
-  if (!cuda_is_usable() || cudaGetDeviceProperties(&prop, options->device) != cudaSuccess || (prop.major != 8 && prop.major != 9))
+  if (cudaGetDeviceProperties(&prop, options->device) != cudaSuccess || !is_taken(prop.major))
     return sits_fail(err, SITS_UNAVAILABLE, "cuda: no usable device %d (compute capability 8 or 9 is needed)", options->device);
   struct backend *backend = mem_calloc(1, sizeof *backend);
   if (backend == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of memory");
   backend->options = *options;
   backend->device = options->device;
-  const bool is_entered = cudaSetDevice(options->device) == cudaSuccess;
-  cuda_enter(backend);
   backend->n_sm = prop.multiProcessorCount;
   backend->compute_major = prop.major;
   snprintf(backend->name, sizeof backend->name, "cuda %.40s, sm_%d%d", prop.name, prop.major, prop.minor);
@@ -94,10 +114,7 @@ static enum sits_status cuda_open(const struct backend_options *options, struct 
   if (status == SITS_OK) status = read_prefill_weights(backend, err);
   backend->options.recipe = backend->options.prefill_weights = backend->options.isa = NULL; /* borrowed, used here only */
   if (status == SITS_OK) status = cuda_blas_load(err);
-  if (status == SITS_OK && (!is_entered || init_kernels() != SITS_OK || cudaStreamCreate(&backend->stream) != cudaSuccess ||
-                            cuda_blas.Create(&backend->lt) != CUBLAS_STATUS_SUCCESS))
-    status =
-        sits_fail(err, SITS_DEVICE, "cuda: device %d could not be set up: %s", options->device, cudaGetErrorString(cudaGetLastError()));
+  if (status == SITS_OK) status = set_up(backend, err);
   if (status == SITS_OK && (backend->lt_workspace = cuda_memory_alloc(backend, backend, CUDA_LT_WORKSPACE)) == NULL)
     status = sits_fail(err, SITS_NOMEM, "cuda: out of device memory");
   if (status != SITS_OK) {

@@ -103,6 +103,7 @@ enum sits_status cuda_lane_open(struct backend_program *program, const struct ba
   if (status == SITS_OK) status = make_events(lane);
   if (status == SITS_OK) status = CUDA_CALL(lane->backend, cudaStreamSynchronize(lane->backend->stream));
   if (status != SITS_OK) {
+    if (lane->backend->is_failed) status = sits_fail(err, SITS_DEVICE, "cuda: the device has failed");
     cuda_program_destroy(lane);
     return status;
   }

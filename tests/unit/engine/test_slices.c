@@ -214,24 +214,26 @@ static void test_device_fails_to_begin(void **state)
 }
 
 static enum sits_status refusal;
+static bool refuses_without_text;
 
 static enum sits_status refuse_lane(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
                                     struct backend_program **out, struct sits_error *err)
 {
   (void)program, (void)kv, (void)max_tokens, (void)out;
-  return sits_fail(err, refusal, "no lane here");
+  return refuses_without_text ? refusal : sits_fail(err, refusal, "no lane here");
 }
 
-/* A lane that cannot be had costs the slices, not the engine; but a device that has failed is told by its own words. */
+/* A lane that cannot be had costs the slices, not the engine; but a device that has failed is told by its own words, or by its status. */
 static void test_no_lane(void **state)
 {
-  static const enum sits_status statuses[] = {SITS_UNSUPPORTED, SITS_NOMEM, SITS_DEVICE};
+  static const enum sits_status statuses[] = {SITS_UNSUPPORTED, SITS_NOMEM, SITS_DEVICE, SITS_DEVICE};
   static struct rig_answer answer, expected;
   struct backend_vtable vtable = *fake_slicing_vtable();
   (void)state;
   vtable.lane_open = refuse_lane;
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 4; i++) {
     refusal = statuses[i];
+    refuses_without_text = i == 3;
     memset(&scene, 0, sizeof scene);
     memset(&answer, 0, sizeof answer);
     struct engine_options options = rig_options();
@@ -245,7 +247,7 @@ static void test_no_lane(void **state)
       options.kv = scene.rig.fake.kv;
       options.geometry = scene.rig.fake.geometry;
       assert_int_equal(engine_create(&options, &scene.rig.engine, &err), SITS_DEVICE);
-      assert_string_equal(err.text, "no lane here");
+      assert_string_equal(err.text, refuses_without_text ? "engine: device failed" : "no lane here");
       fake_rig_fini(&scene.rig.fake);
       continue;
     }
