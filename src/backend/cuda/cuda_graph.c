@@ -11,7 +11,7 @@ int32_t cuda_graph_bucket(int32_t n, int32_t max_seqs)
 {
   static const int32_t buckets[] = {1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256};
   for (size_t i = 0; i < sizeof buckets / sizeof *buckets; i++)
-    if (n <= buckets[i]) return buckets[i] <= max_seqs ? buckets[i] : n;
+    if (n <= buckets[i]) return buckets[i] <= max_seqs ? buckets[i] : max_seqs;
   return 0;
 }
 

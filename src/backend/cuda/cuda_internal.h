@@ -296,7 +296,7 @@ enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, cons
                           struct k_stream at) SITS_MUST_CHECK;
 
 /* ---- cuda_graph.c ---- */
-/* Bucket for a decode batch; 0 when it is too large to be captured. */
+/* Bucket for a decode batch of at most max_seqs sequences, no larger than that; 0 when it is too large to be captured. */
 int32_t cuda_graph_bucket(int32_t n_seqs, int32_t max_seqs);
 enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled,
                                 bool is_few) SITS_MUST_CHECK;
