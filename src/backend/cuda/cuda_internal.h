@@ -135,6 +135,7 @@ struct backend_program {
   struct cuda_graph graphs[CUDA_MAX_GRAPHS];
   int32_t n_graphs;
   uint64_t graphs_kv;               /* serial of the page memory that the graphs were captured with */
+  int64_t capture_from_us;          /* clock: not before, for want of memory; 0: it was never short */
   struct cuda_slot slots[CUDA_IN_FLIGHT];
   int32_t next_slot, n_pending;     /* slot of the next batch; batches in flight, the oldest first */
   struct backend_stats stats;
@@ -271,7 +272,7 @@ struct cuda_step {
   bool is_decode;                   /* every sequence has one token, rows are the tokens in order */
   bool is_sampled;
   bool is_few;                      /* decode attention by sits_k_attn_few */
-  const struct backend_batch *batch; /* NULL while capturing */
+  const struct backend_batch *batch; /* NULL in a step of a bucket, which may be a captured one */
   int32_t kept_seq, kept_page;      /* sequence whose expanded keys are kept, or -1; its first page that is not there yet */
   struct cuda_span *span;           /* a lane's piece; NULL: all layers */
 };
