@@ -12,9 +12,10 @@
  *   to a threshold are all kept. (5) the draw: u times the kept mass, located by sums over index order.
  * Shared memory: 256 counters of 8 bytes, reduction scratch.
  * Numerics: mass in 64-bit fixed point (2^-32 of the largest), so every sum is exact and results do not depend on the order of atomics.
- *   NaN logits count as -inf. A row of only -inf gives token 0.
+ *   NaN logits count as -inf. A row of only -inf gives token 0. A largest logit of +inf or a temperature whose inverse overflows leaves no
+ *   weights to draw from: argmax, as on the CPU (engine_sample.c).
  * Cost: 1 to 11 passes over V values from L2; latency- and L2-bound.
- * Links: twin ref_sample (tests/gpu/gpu_ref.c), test tests/gpu/test_ops.c.
+ * Links: twin ref_sample in its test, tests/gpu/test_ops.c.
  */
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
@@ -35,7 +36,7 @@ struct shared_state {
 
 SITS_DEV float clean(float x) { return x == x ? x : -INFINITY; }
 SITS_DEV uint32_t order(float x) { /* monotone: larger float, larger integer */
-  uint32_t u = __float_as_uint(x);
+  uint32_t u = __float_as_uint(x + 0.f); /* -0 as 0: equal values, equal integers */
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 SITS_DEV u64 mass_of(float x, float top, float inv_t) { return (u64)(expf((x - top) * inv_t) * 4294967296.f); }
@@ -160,8 +161,8 @@ __global__ void __launch_bounds__(THREADS, 1) sample_kernel(const __grid_constan
   int token;
   find_max(row, n, s, &top, &token);
   const k_sample_row want = p.rows ? p.rows[blockIdx.x] : k_sample_row{0.f, 1.f, 0.f, 0, 0.f};
-  if (want.temperature > 0.f && top > -INFINITY) {
-    const float inv_t = 1.f / want.temperature;
+  const float inv_t = 1.f / want.temperature;
+  if (want.temperature > 0.f && inv_t < INFINITY && fabsf(top) < INFINITY) {
     uint32_t floor_key = order(-INFINITY) + 1;
     if (want.top_k > 0 && want.top_k < n) floor_key = max(floor_key, descend(row, n, s, false, want.top_k, floor_key, top, inv_t));
     if (want.min_p > 0.f) floor_key = max(floor_key, order(top + want.temperature * logf(want.min_p)));

@@ -270,6 +270,58 @@ static void run_sample(int32_t n) {
   gpu_release_all();
 }
 
+/* Rows where a draw has no weights, or equal ones. Values are 0 but for two or three equal ones at 323, 330 and, where it counts, 1,001, in
+ * one warp's part and at the end; a column that is not of the vocabulary holds the largest value of all. */
+enum edge_fill { FILL_ZERO, FILL_NEGATIVE_ZERO, FILL_MINUS_INF, FILL_NAN };
+static void run_sample_edges(void) {
+  enum { V = 1003, LD = 1004, A = 323, B = 330, C = 1001 };
+  static const struct edge {
+    struct k_sample_row row;
+    enum edge_fill fill;
+    int32_t n_equal;
+    float equal;
+    int32_t want;
+  } edges[] = {
+    {{0, 1, 0, 0, 0.9f}, FILL_ZERO, 0, 0, 0},
+    {{0, 1, 0, 0, 0.9f}, FILL_NAN, 3, -5, A},
+    {{1e-40f, 1, 0, 0, 0.9f}, FILL_ZERO, 2, 3, A}, /* 1 / T is not a float: as T = 0 */
+    {{1e-40f, 0.9f, 0.1f, 7, 0.9f}, FILL_ZERO, 2, 3, A},
+    {{1e-38f, 1, 0, 0, 0.9f}, FILL_ZERO, 2, 3, B},
+    {{1e-30f, 0.5f, 0, 0, 0.6f}, FILL_NAN, 3, -3, B}, /* values equal to a threshold are all kept */
+    {{1e-30f, 1, 0, 0, 0.99f}, FILL_ZERO, 3, 3, C},
+    {{1, 1, 0, 0, 0.9f}, FILL_ZERO, 2, INFINITY, A},
+    {{1, 0.5f, 0.2f, 2, 0.9f}, FILL_NAN, 2, INFINITY, A},
+    {{1, 1, 0, 0, 0.9f}, FILL_MINUS_INF, 0, 0, 0},
+    {{1, 0.5f, 0.2f, 2, 0.9f}, FILL_MINUS_INF, 0, 0, 0},
+    {{1, 1, 0, 0, 0.9f}, FILL_NAN, 0, 0, 0},
+    {{0.7f, 1, 0, 0, 0.9f}, FILL_MINUS_INF, 2, 3, B},
+    {{0.7f, 0.9f, 0, 50, 0.99f}, FILL_NAN, 2, 3, B}, /* fewer values than top-k */
+    {{1, 1, 1, 0, 0.9f}, FILL_ZERO, 2, 3, B},        /* min-p of 1: the largest alone */
+    {{1, 1, 1, 0, 0.4f}, FILL_ZERO, 3, -3, 402},     /* the 401st of 1,000 zeros */
+    {{1, 1, 1, 0, 0.5f}, FILL_NEGATIVE_ZERO, 0, 0, 501},
+    {{1, 0.25f, 0, 2, 0.5f}, FILL_NEGATIVE_ZERO, 2, 0, 501}, /* 0 and -0 are equal */
+  };
+  enum { ROWS = sizeof edges / sizeof edges[0] };
+  const float fills[] = {0.f, -0.f, -INFINITY, NAN};
+  static const int32_t places[] = {A, B, C};
+  float *x = host_alloc((size_t)ROWS * LD * 4);
+  struct k_sample_row rows[ROWS];
+  int32_t token[ROWS], n_bad = 0, first_bad = -1;
+  for (int32_t r = 0; r < ROWS; r++) {
+    rows[r] = edges[r].row;
+    for (int32_t i = 0; i < LD; i++) x[(size_t)r * LD + i] = i < V ? fills[edges[r].fill] : 1e30f;
+    for (int32_t i = 0; i < edges[r].n_equal; i++) x[(size_t)r * LD + places[i]] = edges[r].equal;
+  }
+  struct k_sample a = {.logits = gpu_copy(x, (size_t)ROWS * LD * 4), .n_rows = ROWS, .n_vocab = V, .ld = LD,
+                       .rows = gpu_copy(rows, sizeof rows), .token = gpu_alloc(sizeof token)};
+  gpu_check_call(sits_k_sample(&a, gpu_stream()), "sits_k_sample");
+  gpu_read(token, a.token, sizeof token);
+  for (int32_t r = ROWS - 1; r >= 0; r--)
+    if (token[r] != edges[r].want) n_bad++, first_bad = r;
+  verdict(n_bad == 0, "sample, rows without weights or with equal ones: %d of %d differ, the first %d", n_bad, ROWS, first_bad);
+  gpu_release_all();
+}
+
 int main(void) {
   gpu_open();
   run_norm(1, 64, 0, false);
@@ -299,5 +351,7 @@ int main(void) {
   run_sample(512);
   run_sample(1000);
   run_sample(128256);
+  run_sample(50257);
+  run_sample_edges();
   return gpu_finish();
 }

@@ -180,8 +180,15 @@ static void test_greedy_takes_lowest_of_equals(void **state)
   assert_int_equal(engine_sample(&sampler, logits, &d), 11);
   logits[11] = NAN;
   assert_in_range(engine_sample(&sampler, logits, &d), 0, 22);
-  logits[4] = INFINITY;
+  logits[4] = logits[9] = INFINITY;
   assert_int_equal(engine_sample(&sampler, logits, &d), 4);
+  for (int i = 0; i < 23; i++) logits[i] = -INFINITY;
+  assert_int_equal(engine_sample(&sampler, logits, &d), 0);
+  s.temperature = 1e-40f; /* its inverse is not a float */
+  for (int i = 7; i < 23; i++) logits[i] = 2;
+  assert_int_equal(engine_sample(&sampler, logits, &d), 7);
+  s.top_p = 0.9f;
+  assert_int_equal(engine_sample(&sampler, logits, &d), 7);
   engine_sampler_fini(&sampler);
 }
 
