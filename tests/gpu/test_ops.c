@@ -5,50 +5,119 @@
 
 #include "gpu_test.h"
 
-static void run_norm(int32_t n_rows, int32_t width, int32_t n_slabs, bool select) {
+/* Memory for n rows of an activation. */
+static struct k_act make_act(enum k_act_form form, int32_t n, int32_t width) {
+  const int32_t blocks = k_blocks(width), tile = form == K_ACT_FRAG_F16    ? k_w4a16_tokens(n)
+                                                 : form == K_ACT_TILE_S8  ? k_w4a8_tile(n)
+                                                 : form == K_ACT_GROUP_S8 ? k_w4a8_group_tile(n)
+                                                                          : 1;
+  const size_t rows = (size_t)(n + tile - 1) / tile * tile, size = form == K_ACT_ROW_F16 || form == K_ACT_FRAG_F16 ? 2 : 1;
+  struct k_act a = {.form = form, .data = gpu_alloc(rows * blocks * 128 * size), .tile = tile};
+  if (size == 1) a.scale = gpu_alloc(rows * (form == K_ACT_GROUP_S8 ? blocks : 1) * 4);
+  if (form == K_ACT_TILE_S8) a.sum = gpu_alloc(rows * 4);
+  return a;
+}
+
+static float e4m3_value(uint8_t v) {
+  const int e = v >> 3 & 15, m = v & 7;
+  const float f = e ? ldexpf(1.f + (float)m / 8.f, e - 7) : ldexpf((float)m / 8.f, -6);
+  return v & 0x80 ? -f : f;
+}
+
+/* Its values -> got[n][padded], what a form does not write 0. The 8-bit integers: returns how many steps they are off at most; INFINITY:
+ * a row's sum is wrong. */
+static double read_act(const struct k_act *a, int32_t n, int32_t width, const float *want, float *got) {
+  const int32_t blocks = k_blocks(width), padded = blocks * 128;
+  const bool is_f16 = a->form == K_ACT_ROW_F16 || a->form == K_ACT_FRAG_F16, is_grouped = a->form == K_ACT_GROUP_S8;
+  const size_t rows = (size_t)(n + a->tile - 1) / a->tile * a->tile, n_scales = rows * (is_grouped ? blocks : 1);
+  uint16_t *half = host_alloc(rows * padded * 2);
+  uint8_t *code = (uint8_t *)half;
+  float *scale = host_alloc(n_scales * 4);
+  int32_t *sum = host_alloc(rows * 4);
+  double worst = 0;
+  gpu_read(half, a->data, rows * padded * (is_f16 ? 2 : 1));
+  if (a->scale) gpu_read(scale, a->scale, n_scales * 4);
+  if (a->sum) gpu_read(sum, a->sum, rows * 4);
+  for (int32_t r = 0; r < n; r++)
+    for (int32_t c = 0; c < padded; c++) {
+      const size_t i = (size_t)r * padded + c, block = (size_t)(r / a->tile) * blocks + c / 128;
+      const int32_t row = r % a->tile, chunk = ((c & 127) >> 4) ^ (row & 7);
+      if (is_f16)
+        got[i] = a->form == K_ACT_ROW_F16 ? half_value(half[i]) : c < width ? half_value(half[k_frag_index(a->tile, c, r)]) : 0;
+      else if (a->form == K_ACT_ROW_E4M3)
+        got[i] = e4m3_value(code[i]) * scale[r];
+      else {
+        const float step = is_grouped ? scale[block * a->tile + row] : scale[r];
+        const int8_t q = (int8_t)code[(block * a->tile + row) * 128 + chunk * 16 + (c & 15)];
+        got[i] = step * q, sum[r] -= q;
+        worst = fmax(worst, fabs(got[i] - want[i]) / step);
+      }
+    }
+  for (int32_t r = 0; a->sum && r < n; r++)
+    if (sum[r] != 0) worst = INFINITY;
+  return worst;
+}
+
+static const char *const form_names[] = {"f16", "s8", "s8 in groups", "e4m3", "fragments"};
+
+/* n_selected: rows of h that go out, in another order; 0: all. */
+static void run_norm(int32_t n_rows, int32_t width, int32_t n_slabs, int32_t n_selected, enum k_act_form form) {
   const size_t n = (size_t)n_rows * width;
-  const int32_t padded = k_blocks(width) * 128, n_out = select ? 2 : n_rows;
-  float *h = host_alloc(n * 4), *slabs = host_alloc(n * 4 * (n_slabs + 1)), *gain = host_alloc(width * 4),
-        *want = host_alloc((size_t)n_out * padded * 4);
-  float *sum = host_alloc(n * 4), *got = host_alloc((size_t)n_out * padded * 4);
-  int32_t rows[2] = {n_rows - 1, n_rows / 2};
+  const int32_t padded = k_blocks(width) * 128, n_out = n_selected ? n_selected : n_rows;
+  const size_t size = (size_t)n_out * padded;
+  float *h = host_alloc(n * 4), *slabs = host_alloc(n * 4 * (n_slabs + 1)), *gain = host_alloc(width * 4), *want = host_alloc(size * 4);
+  float *sum = host_alloc(n * 4), *got = host_alloc(size * 4);
+  int32_t *rows = host_alloc((size_t)n_out * 4);
+  for (int32_t r = 0; r < n_out; r++) rows[r] = n_selected ? (n_rows - 1 + r * 131) % n_rows : r;
   for (size_t i = 0; i < n; i++) h[i] = rand_unit() * 4, sum[i] = h[i];
   for (size_t i = 0; i < n * n_slabs; i++) slabs[i] = rand_unit(), sum[i % n] += slabs[i];
   for (int32_t i = 0; i < width; i++) gain[i] = 1 + rand_unit() / 2;
   for (int32_t r = 0; r < n_out; r++) {
-    const float *x = sum + (size_t)(select ? rows[r] : r) * width;
+    const float *x = sum + (size_t)rows[r] * width;
     double s = 0;
     for (int32_t i = 0; i < width; i++) s += (double)x[i] * x[i];
     for (int32_t i = 0; i < width; i++) want[(size_t)r * padded + i] = (float)(x[i] / sqrt(s / width + 1e-5) * gain[i]);
   }
-  struct k_norm a = {gpu_copy(h, n * 4),
-                     n_slabs ? gpu_copy(slabs, n * 4 * n_slabs) : NULL,
-                     n_slabs,
-                     (int64_t)n,
-                     gpu_copy(gain, width * 4),
-                     1e-5f,
-                     n_out,
-                     width,
-                     select ? gpu_copy(rows, sizeof rows) : NULL,
-                     {K_ACT_ROW_F16, gpu_alloc((size_t)n_out * padded * 2), NULL, 0}};
+  const struct k_norm a = {.h = gpu_copy(h, n * 4), .slabs = n_slabs ? gpu_copy(slabs, n * 4 * n_slabs) : NULL, .n_slabs = n_slabs,
+                           .slab_stride = (int64_t)n, .gain = gpu_copy(gain, width * 4), .eps = 1e-5f, .n_rows = n_out, .width = width,
+                           .row_token = n_selected ? gpu_copy(rows, (size_t)n_out * 4) : NULL, .out = make_act(form, n_out, width)};
   gpu_check_call(sits_k_norm(&a, gpu_stream()), "sits_k_norm");
-  uint16_t *half = host_alloc((size_t)n_out * padded * 2);
-  gpu_read(half, a.out.data, (size_t)n_out * padded * 2);
-  for (size_t i = 0; i < (size_t)n_out * padded; i++) got[i] = half_value(half[i]);
-  double error = relative_error(got, want, (size_t)n_out * padded);
+  const double steps = read_act(&a.out, n_out, width, want, got), error = relative_error(got, want, size);
   gpu_read(h, a.h, n * 4);
-  double residual = relative_error(h, sum, n);
-  verdict(error < 1e-3 && residual < 1e-6, "norm %dx%d, %d slabs%s: %.2e, residual %.2e", n_rows, width, n_slabs,
-          select ? ", selected rows" : "", error, residual);
+  const double residual = relative_error(h, sum, n);
+  const double limit = form == K_ACT_ROW_E4M3 ? 0.035 : form == K_ACT_TILE_S8 || form == K_ACT_GROUP_S8 ? 0.01 : 1e-3;
+  verdict(error < limit && steps < 0.502 && residual < 1e-6,
+          "norm %dx%d, %d slabs, %d selected rows, to %s: %.2e, %.3f steps, residual %.2e", n_rows, width, n_slabs, n_selected,
+          form_names[form], error, steps, residual);
   gpu_release_all();
+}
+
+static void run_norms(void) {
+  run_norm(1, 64, 0, 0, K_ACT_ROW_F16);
+  run_norm(7, 576, 1, 0, K_ACT_ROW_F16);
+  run_norm(33, 4096, 4, 0, K_ACT_ROW_F16);
+  run_norm(5, 4096, 0, 2, K_ACT_ROW_F16);
+  run_norm(300, 4096, 0, 0, K_ACT_ROW_F16);
+  run_norm(257, 576, 0, 0, K_ACT_ROW_F16);
+  run_norm(256, 6000, 0, 0, K_ACT_ROW_F16);
+  run_norm(400, 4096, 0, 300, K_ACT_ROW_F16);
+  run_norm(1, 4096, 2, 0, K_ACT_FRAG_F16);
+  run_norm(5, 576, 0, 0, K_ACT_FRAG_F16);
+  run_norm(16, 6000, 1, 0, K_ACT_FRAG_F16);
+  for (enum k_act_form form = K_ACT_TILE_S8; form <= K_ACT_ROW_E4M3; form++) {
+    run_norm(17, 576, 3, 0, form);
+    run_norm(130, 10000, 0, 0, form);
+    run_norm(40, 4096, 0, 33, form);
+    run_norm(300, 4096, 0, 0, form);
+    run_norm(100, 6000, 0, 260, form);
+  }
 }
 
 static void run_convert(int32_t n_rows, int32_t width, enum k_act_source source) {
   const int32_t padded = k_blocks(width) * 128, ld = source == K_SRC_F16 ? width : 2 * width;
-  const size_t n = (size_t)n_rows * ld;
+  const size_t n = (size_t)n_rows * ld, size = (size_t)n_rows * padded;
   uint16_t *half = host_alloc(n * 2);
-  float *x = host_alloc(n * 4), *want = host_alloc((size_t)n_rows * padded * 4), *got = host_alloc((size_t)n_rows * padded * 4),
-        *scale = host_alloc(n_rows * 4);
+  float *x = host_alloc(n * 4), *want = host_alloc(size * 4), *got = host_alloc(size * 4);
   for (size_t i = 0; i < n; i++) x[i] = round_half(rand_unit() * 3), half[i] = half_bits(x[i]);
   for (int32_t r = 0; r < n_rows; r++)
     for (int32_t c = 0; c < width; c++) {
@@ -57,19 +126,10 @@ static void run_convert(int32_t n_rows, int32_t width, enum k_act_source source)
       want[(size_t)r * padded + c] = source == K_SRC_F16 ? row[c] : g / (1.f + expf(-g)) * u;
     }
   void *dev = source == K_SRC_F32_GATE_UP ? gpu_copy(x, n * 4) : gpu_copy(half, n * 2);
-  struct k_convert a = {source, dev, ld, n_rows, width, {K_ACT_ROW_E4M3, gpu_alloc((size_t)n_rows * padded), gpu_alloc(n_rows * 4), 0}};
+  const struct k_convert a = {source, dev, ld, n_rows, width, make_act(K_ACT_ROW_E4M3, n_rows, width)};
   gpu_check_call(sits_k_convert(&a, gpu_stream()), "sits_k_convert");
-  uint8_t *b = host_alloc((size_t)n_rows * padded);
-  gpu_read(b, a.out.data, (size_t)n_rows * padded);
-  gpu_read(scale, a.out.scale, n_rows * 4);
-  for (int32_t r = 0; r < n_rows; r++)
-    for (int32_t c = 0; c < padded; c++) {
-      uint8_t v = b[(size_t)r * padded + c];
-      int e = v >> 3 & 15, m = v & 7;
-      float f = e ? ldexpf(1.f + (float)m / 8.f, e - 7) : ldexpf((float)m / 8.f, -6);
-      got[(size_t)r * padded + c] = (v & 0x80 ? -f : f) * scale[r];
-    }
-  double error = relative_error(got, want, (size_t)n_rows * padded);
+  (void)read_act(&a.out, n_rows, width, want, got);
+  double error = relative_error(got, want, size);
   verdict(error < 0.035, "convert %dx%d source %d to e4m3: %.3f", n_rows, width, source, error);
   gpu_release_all();
 }
@@ -324,13 +384,7 @@ static void run_sample_edges(void) {
 
 int main(void) {
   gpu_open();
-  run_norm(1, 64, 0, false);
-  run_norm(7, 576, 1, false);
-  run_norm(33, 4096, 4, false);
-  run_norm(5, 4096, 0, true);
-  run_norm(300, 4096, 0, false);
-  run_norm(257, 576, 0, false);
-  run_norm(256, 6000, 0, false);
+  run_norms();
   run_convert(3, 172 / 4 * 4 - 4, K_SRC_F16);
   run_convert(9, 4096, K_SRC_F16);
   run_convert(5, 14336, K_SRC_F16_GATE_UP);
