@@ -1,12 +1,14 @@
 /* Lanes of the CUDA backend: a prompt's chunks that stop between layers while other batches run give the bits of the same chunks submitted
  * whole, and so do the others; a chunk that was given up leaves nothing behind.
  *
- * Model: synthetic:tiny, with expanded weights kept and not. Prompts are long enough that their expanded keys are kept (cuda_kept.c).
+ * Model: synthetic:tiny, with expanded weights kept and not. Prompts are long enough that their expanded keys are kept (cuda_kept.c). And a
+ * chunk of a few tokens with the layers' inputs rounded, which stops between layers too.
  */
 #include <string.h>
 
 #include "engine/runner.h"
 #include "gpu_test.h"
+#include "model/arch.h"
 
 enum { LENGTH = 3000, CHUNK = 700, N_CHUNKS = (LENGTH + CHUNK - 1) / CHUNK, PAGES = (LENGTH + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS,
        POOL_PAGES = 600, DECODES = 60, MOST_VOCAB = 200000 };
@@ -138,10 +140,66 @@ static void run(const char *codec, const char *prefill_weights)
   runner_close(&runner);
 }
 
+/* The program again, every layer's inputs rounded, as an engine file may have it: few tokens take the way of many then. */
+static enum sits_status round_inputs(struct sits_error *err)
+{
+  const struct backend_vtable *vtable = runner.vtable;
+  vtable->program_destroy(runner.compiled);
+  program_destroy(runner.program);
+  runner.compiled = NULL, runner.program = NULL;
+  for (int32_t l = 0; l < runner.model->config.n_layers; l++)
+    for (int site = 0; site < MODEL_SITES; site++) runner.model->layers[l].act[site].kind = ACT_INT8;
+  const enum sits_status status = program_for_ranks(runner.model, vtable->fusions, NULL, 1, &runner.program, err);
+  return status ? status : vtable->compile(runner.backend, runner.program, &runner.compiled, err);
+}
+
+/* Nine tokens behind a hundred, a piece at a time; between slices twelve of another sequence go through the memory in which fragments of so
+ * few tokens lie. */
+static bool read_few_in_slices(struct backend_program *lane, const float *want, const float *want_other, int32_t *n_stops)
+{
+  static struct part part;
+  static float other[MOST_VOCAB];
+  int64_t end_us;
+  bool is_done = false;
+  make_part(&part, 1, 100, 100, 9);
+  bool ok = submit(1, 100, 0, 100, other) == SITS_OK && runner.vtable->lane_begin(lane, runner.kv, &part.batch) == SITS_OK;
+  for (*n_stops = 0; ok && !is_done; *n_stops += !is_done) {
+    int32_t left = 1;
+    ok = runner.vtable->lane_run(lane, go_on, &left, &is_done, &end_us) == SITS_OK;
+    if (ok && !is_done) ok = submit(2, 50, 20, 12, other) == SITS_OK && is_same(other, want_other);
+  }
+  return ok && take(lane, got) == SITS_OK && is_same(got, want);
+}
+
+static void run_few(void)
+{
+  struct sits_error err = {0};
+  struct backend_program *lane = NULL;
+  int32_t n_stops = 0;
+  const struct runner_options options = {.model_path = "synthetic:tiny", .device = "cuda", .kv_codec = "f16",
+                                         .backend = {.max_batch_tokens = 4096, .max_seqs = 8, .prefill_weights = "resident"}};
+  enum sits_status status = runner_open(&runner, &options, &err);
+  if (!status) status = round_inputs(&err);
+  if (!status) status = runner_kv_create(&runner, POOL_PAGES, &err);
+  if (!status) status = submit(1, 0, 0, 100, got);
+  if (!status) status = submit(1, 0, 100, 9, whole[0]);
+  if (!status) status = submit(2, 50, 0, 20, got);
+  if (!status) status = submit(2, 50, 20, 12, alone[0]);
+  if (!status) status = runner.vtable->lane_open(runner.compiled, runner.kv, CHUNK, &lane, &err);
+  verdict(status == SITS_OK, "rounded inputs: %s", status ? err.text : "open");
+  if (status == SITS_OK) {
+    const bool ok = read_few_in_slices(lane, whole[0], alone[0], &n_stops);
+    verdict(ok && n_stops >= 3, "rounded inputs: nine tokens, others between, %d stops: the same bits", n_stops);
+    runner.vtable->program_destroy(lane);
+  }
+  runner_close(&runner);
+}
+
 int main(void)
 {
   gpu_open();
   run("int4", "resident");
   run("f16", "expand");
+  run_few();
   return gpu_finish();
 }
