@@ -46,6 +46,12 @@ struct k_stream gpu_stream(void) {
   return (struct k_stream){0, false};
 }
 
+struct k_stream gpu_edge_stream(void) {
+  static cudaStream_t stream;
+  if (!stream) gpu_check_call(cudaStreamCreate(&stream), "cudaStreamCreate");
+  return (struct k_stream){stream, true};
+}
+
 int gpu_finish(void) {
   gpu_release_all();
   printf("%d passed, %d failed\n", n_pass, n_fail);

@@ -16,6 +16,8 @@ int32_t gpu_open(void);                          /* number of SMs; exits 77 with
 bool gpu_is_small(void);                         /* SITS_GPU_SMALL is set: fewer and smaller cases, one rank, no waiting for a time to pass;
                                                     for checkers that slow a device down a hundred times and run one kernel at a time */
 struct k_stream gpu_stream(void);
+struct k_stream gpu_edge_stream(void);           /* one of its own, whose launches have programmatic edges; between two of them nothing may
+                                                    be allocated or copied */
 int gpu_finish(void);                            /* prints the counts, frees all buffers; 0 when every case passed */
 
 void *gpu_alloc(size_t bytes);                   /* 0xFF-filled, freed by gpu_release_all */

@@ -22,7 +22,7 @@ struct config {
   const char *name;
 };
 
-#define N_SEQS 7
+#define N_SEQS 8
 struct world {
   struct config c;
   int32_t len[N_SEQS], max_pages, n_pages, capacity, layer, n_layers;
@@ -36,8 +36,11 @@ struct world {
   void *dev_k, *dev_v, *dev_exact;
   int64_t exact_capacity;
   struct kv_open *open;        /* NULL where the codec has no open groups */
+  size_t pool_bytes, open_bytes;
 };
-enum { MOST_TOKENS = 2048 };
+enum { MOST_TOKENS = 2048, DECODES = 11 }; /* of a step; steps of one token a sequence */
+
+static int32_t pages_for(int32_t len) { return (len + DECODES + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS; }
 
 static void unexpected(void *user, int32_t slot, int32_t page, int32_t group, int32_t n) {
   (void)user;
@@ -80,7 +83,7 @@ static void rotate_head(const struct world *w, double *v, const float *gain, int
 static struct world make_world(struct config c, const int32_t *lens) {
   struct world w = {.c = c, .n_layers = 2, .layer = 1};
   for (int32_t s = 0; s < N_SEQS; s++) {
-    int32_t pages = (lens[s] + 8 + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS;
+    const int32_t pages = pages_for(lens[s]);
     if (pages > w.max_pages) w.max_pages = pages;
     w.offset[s] = w.capacity;
     w.capacity += (pages + 1) / 2 * 2 * K_PAGE_TOKENS; /* whole tiles of 128 keys */
@@ -105,7 +108,7 @@ static struct world make_world(struct config c, const int32_t *lens) {
     order[i] = order[j], order[j] = x;
   }
   for (int32_t s = 0, used = 0; s < N_SEQS; s++)
-    for (int32_t p = 0; p < (lens[s] + 8 + K_PAGE_TOKENS - 1) / K_PAGE_TOKENS; p++) table[s * w.max_pages + p] = order[used++];
+    for (int32_t p = 0; p < pages_for(lens[s]); p++) table[s * w.max_pages + p] = order[used++];
   w.table = table;
   if (k_kv_has_nibbles(c.codec)) {
     w.open = kv_open_create(k_kv_open_tokens(c.codec), w.n_pages, kv_open_slots(N_SEQS),
@@ -113,8 +116,9 @@ static struct world make_world(struct config c, const int32_t *lens) {
     w.exact_capacity = k_kv_exact_rows(MOST_TOKENS, N_SEQS);
     w.dev_exact = gpu_alloc((size_t)w.exact_capacity * c.kv_heads * c.dim * 2);
   }
-  const size_t slots = (size_t)kv_open_slots(N_SEQS) * (size_t)k_kv_open_bytes(c.codec, w.n_layers, c.kv_heads, c.dim);
-  w.view = (struct k_kv_view){.pool = gpu_zeros((size_t)(page * w.n_pages)),
+  w.open_bytes = (size_t)kv_open_slots(N_SEQS) * (size_t)k_kv_open_bytes(c.codec, w.n_layers, c.kv_heads, c.dim);
+  w.pool_bytes = (size_t)(page * w.n_pages);
+  w.view = (struct k_kv_view){.pool = gpu_zeros(w.pool_bytes),
                               .page_bytes = page,
                               .codec = c.codec,
                               .layer = w.layer,
@@ -126,7 +130,7 @@ static struct world make_world(struct config c, const int32_t *lens) {
                               .n_seqs = N_SEQS,
                               .block_table = gpu_copy(table, (size_t)N_SEQS * w.max_pages * 4),
                               .table_stride = w.max_pages,
-                              .open = w.open ? gpu_zeros(slots) : NULL,
+                              .open = w.open ? gpu_zeros(w.open_bytes) : NULL,
                               .fresh = w.open ? gpu_alloc((size_t)MOST_TOKENS * c.kv_heads * c.dim * 2) : NULL};
   return w;
 }
@@ -250,13 +254,18 @@ static double compare_out(const struct world *w, const struct step *st, const fl
   return relative_error(got, want, (size_t)st->n_tokens * width);
 }
 
-static void run_rope_append(struct world *w, struct step *st) {
+/* A step's append to the pages of `view`. */
+static void append_to(const struct world *w, const struct step *st, const struct k_kv_view *view, struct k_projections from,
+                      struct k_stream at) {
   const bool is_single = st->n_tokens == N_SEQS && w->open == NULL; /* every case gives each sequence a token */
-  struct k_rope_append a = {
-      .kv = w->view, .rope = w->rope, .qkv = {.rows = st->dev_qkv}, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f,
-      .q = st->dev_q, .is_single = is_single};
-  gpu_check_call(sits_k_rope_append(&a, gpu_stream()), "sits_k_rope_append");
-  if (w->open) gpu_check_call(sits_k_kv_fold(&w->view, gpu_stream()), "sits_k_kv_fold");
+  struct k_rope_append a = {.kv = *view, .rope = w->rope, .qkv = from, .q_gain = w->dev_q_gain, .k_gain = w->dev_k_gain, .eps = 1e-6f,
+                            .q = st->dev_q, .is_single = is_single};
+  gpu_check_call(sits_k_rope_append(&a, at), "sits_k_rope_append");
+  if (w->open) gpu_check_call(sits_k_kv_fold(view, at), "sits_k_kv_fold");
+}
+
+static void run_rope_append(const struct world *w, const struct step *st) {
+  append_to(w, st, &w->view, (struct k_projections){.rows = st->dev_qkv}, gpu_stream());
 }
 
 /* What a codec may lose of random keys and values. */
@@ -273,8 +282,11 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
   double error = gather(w, k, v);
   verdict(error < codec_limit, "%s %s: pages hold keys and values within %.4f", c->name, what, error);
   ref_attention(w, st, k, v, want);
-  int32_t most = 0;
-  for (int32_t s = 0; s < N_SEQS; s++) most = new_tokens[s] > most ? new_tokens[s] : most;
+  int32_t most = 0, longest = 0;
+  for (int32_t s = 0; s < N_SEQS; s++) {
+    most = new_tokens[s] > most ? new_tokens[s] : most;
+    longest = w->len[s] > longest ? w->len[s] : longest;
+  }
   if (k_attn_prefill_takes(c->dim)) {
     struct k_attn_prefill a = {w->view, st->dev_q, w->dev_k, w->dev_v, w->capacity, w->dev_offset, 0, N_SEQS, most, st->dev_out,
                                false, 0, NULL, w->dev_exact, w->exact_capacity};
@@ -303,7 +315,7 @@ static void run_prefill(struct world *w, struct step *st, const char *what, cons
     }
     error = compare_out(w, st, want, 0, a.out, n_out * 2);
     verdict(error < 3e-3, "%s %s: wgmma prefill attention, split in up to %d %.2e", c->name, what,
-            k_attn_prefill_splits(many, (most + 127) / 128 * c->heads, 718), error);
+            k_attn_prefill_splits(many, (most + 127) / 128 * c->heads, longest), error);
   }
   struct k_attn_any any = {w->view, st->dev_q, gpu_alloc(n_out * 2)};
   gpu_check_call(sits_k_attn_any(&any, gpu_stream()), "sits_k_attn_any");
@@ -324,70 +336,171 @@ static struct k_projections split_projections(const struct world *w, const struc
                                 .slab_stride = (int64_t)n};
 }
 
-/* Who appends, and for how many SMs: CTAs of 16, 8, 4 or 2 warps; with one SM a CTA walks over several segments. */
-enum decode_form {
-  DECODE_FEW, DECODE_FUSED, DECODE_FUSED_HALF, DECODE_FUSED_QUARTER, DECODE_FUSED_ONE, DECODE_APPENDED, DECODE_APPENDED_ONE, N_DECODE_FORMS
+/* The same step by append and fold, on a copy of pages and slots. */
+struct beside {
+  struct k_kv_view view;
+  uint8_t *pages, *other; /* on the host */
 };
-static const char *const form_names[] = {"decode, few",          "fused decode", "fused decode, 8 warps", "fused decode, 4 warps",
-                                         "fused decode, one SM", "decode",       "decode, one SM"};
 
-static void run_decode(struct world *w, struct step *st, enum decode_form form, bool has_slabs, int32_t frag_m) {
-  const bool is_fused = form < DECODE_APPENDED;
-  const int32_t segments = N_SEQS * w->c.kv_heads;
-  const int32_t sms = form == DECODE_FUSED_HALF                                 ? (segments + 1) / 2
-                      : form == DECODE_FUSED_QUARTER                            ? (segments + 3) / 4
-                      : form == DECODE_FUSED_ONE || form == DECODE_APPENDED_ONE ? 1
-                                                                                : n_sm;
-  const char *what = form_names[form];
+static struct beside append_beside(const struct world *w, const struct step *st, struct k_projections from) {
+  struct beside b = {w->view, host_alloc(w->pool_bytes), host_alloc(w->pool_bytes)};
+  void *slots = host_alloc(w->open_bytes);
+  gpu_read(b.pages, w->view.pool, w->pool_bytes);
+  gpu_read(slots, w->view.open, w->open_bytes);
+  b.view.pool = gpu_copy(b.pages, w->pool_bytes), b.view.open = gpu_copy(slots, w->open_bytes);
+  append_to(w, st, &b.view, from, gpu_stream());
+  return b;
+}
+
+/* Tiles whose values are not the same bytes in both; in D 64 and 128 the rotations are made in the same order. Values: their words, then
+ * their scales and zero points (kv_tile.cuh). */
+static int32_t differing_values(const struct world *w, const struct beside *b) {
+  const size_t d = (size_t)w->c.dim, tile = (size_t)k_kv_tile_bytes(w->c.codec, w->c.dim);
+  int32_t count = 0;
+  gpu_read(b->pages, w->view.pool, w->pool_bytes);
+  gpu_read(b->other, b->view.pool, w->pool_bytes);
+  for (size_t at = 0; at < w->pool_bytes; at += tile)
+    count += memcmp(b->pages + at + 32 * d, b->other + at + 32 * d, 32 * d) != 0 ||
+             memcmp(b->pages + at + 68 * d, b->other + at + 68 * d, 4 * d) != 0;
+  return count;
+}
+
+/* Who appends, and for how many SMs: CTAs of 16, 8, 4 or 2 warps; with fewer SMs a CTA walks over several segments. */
+static const struct decode_form { const char *name; bool is_few, is_fused; int32_t share; /* of a CTA of 16 warps a segment; 0: one SM */
+} forms[] = {
+  {"decode, few", true, true, 1},
+  {"fused decode", false, true, 1},
+  {"fused decode, 8 warps", false, true, 2},
+  {"fused decode, 4 warps", false, true, 4},
+  {"fused decode, one SM", false, true, 0},
+  {"decode", false, false, 1},
+  {"decode, 8 warps", false, false, 2},
+  {"decode, 4 warps", false, false, 4},
+  {"decode, one SM", false, false, 0},
+};
+enum { N_FORMS = sizeof forms / sizeof *forms };
+
+static struct k_attn_decode make_decode(const struct world *w, const struct step *st, bool is_fused, size_t out_bytes, int32_t frag_m) {
+  return (struct k_attn_decode){.kv = w->view,
+                                .rope = w->rope,
+                                .q = is_fused ? NULL : st->dev_q,
+                                .qkv = {.rows = st->dev_qkv},
+                                .q_gain = w->dev_q_gain,
+                                .k_gain = w->dev_k_gain,
+                                .eps = 1e-6f,
+                                .out = gpu_alloc(out_bytes),
+                                .frag_m = frag_m,
+                                .cut = gpu_alloc(k_attn_cut_bytes(n_sm)),
+                                .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, w->c.dim)),
+                                .counters = gpu_zeros((size_t)N_SEQS * w->c.kv_heads * 4)};
+}
+
+static void run_decode(struct world *w, struct step *st, const struct decode_form *form, bool has_slabs, int32_t frag_m) {
   const struct config *c = &w->c;
+  const int32_t segments = N_SEQS * c->kv_heads;
+  const int32_t sms = form->share == 0 ? 1 : form->share == 1 ? n_sm : (segments + form->share - 1) / form->share;
   const size_t n_kv = (size_t)c->kv_heads * w->capacity * c->dim, n_out = (size_t)st->n_tokens * c->heads * c->dim;
   const size_t bytes = frag_m ? (size_t)k_blocks(c->heads * c->dim) * 128 * frag_m * 2 : n_out * 2;
   float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
-  if (!is_fused) run_rope_append(w, st);
-  struct k_attn_decode a = {.kv = w->view,
-                            .rope = w->rope,
-                            .q = is_fused ? NULL : st->dev_q,
-                            .qkv = has_slabs ? split_projections(w, st) : (struct k_projections){.rows = st->dev_qkv},
-                            .q_gain = w->dev_q_gain,
-                            .k_gain = w->dev_k_gain,
-                            .eps = 1e-6f,
-                            .out = gpu_alloc(bytes),
-                            .frag_m = frag_m,
-                            .cut = gpu_alloc(k_attn_cut_bytes(n_sm)),
-                            .workspace = gpu_alloc(k_attn_decode_workspace_bytes(n_sm, c->dim)),
-                            .counters = gpu_zeros((size_t)N_SEQS * c->kv_heads * 4)};
-  if (form == DECODE_FEW)
+  struct k_attn_decode a = make_decode(w, st, form->is_fused, bytes, frag_m);
+  struct beside beside = {0};
+  if (has_slabs) a.qkv = split_projections(w, st);
+  if (form->is_fused)
+    beside = append_beside(w, st, a.qkv);
+  else
+    append_to(w, st, &w->view, a.qkv, gpu_stream());
+  if (form->is_few)
     gpu_check_call(sits_k_attn_few(&a, n_sm, gpu_stream()), "sits_k_attn_few");
   else {
     gpu_check_call(sits_k_attn_cut(&w->view, a.cut, sms, gpu_stream()), "sits_k_attn_cut");
     gpu_check_call(sits_k_attn_decode(&a, sms, gpu_stream()), "sits_k_attn_decode");
   }
-  if (is_fused) gpu_check_call(sits_k_kv_close(&w->view, n_sm, gpu_stream()), "sits_k_kv_close");
+  if (form->is_fused) {
+    gpu_check_call(sits_k_kv_close(&w->view, n_sm, gpu_stream()), "sits_k_kv_close");
+    const int32_t n_differ = differing_values(w, &beside);
+    verdict(n_differ == 0, "%s %s: %d tiles with other values than append's", c->name, form->name, n_differ);
+  }
   double error = gather(w, k, v);
-  verdict(error < codec_error(c->codec), "%s %s: pages after decode within %.4f", c->name, what, error);
+  verdict(error < codec_error(c->codec), "%s %s: pages after decode within %.4f", c->name, form->name, error);
   ref_attention(w, st, k, v, want);
   error = compare_out(w, st, want, frag_m, a.out, bytes);
-  verdict(error < 2e-3, "%s %s%s: decode attention %.2e", c->name, what, has_slabs ? ", slabs" : "", error);
+  verdict(error < 2e-3, "%s %s%s: decode attention %.2e", c->name, form->name, has_slabs ? ", slabs" : "", error);
+}
+
+/* Sequences in three chunks: the first two are attended to as well. In the decode steps behind them each form but one ends a group of 32
+ * tokens, of 64 where i < 2 or i is 3 or 5; the longest gives CTAs of several pairs more than a segment, a CTA of one SM more addresses
+ * than its table holds, and decode_few's parts 16 pages (8 KV heads, 128 SMs or more). */
+static const int32_t first_lens[N_SEQS] = {1, 63, 64, 65, 130, 700, 28, 20}, more_lens[N_SEQS] = {3, 1, 1, 70, 129, 2, 1, 7},
+                     one_each[N_SEQS] = {1, 1, 1, 1, 1, 1, 1, 1};
+
+static struct world make_history(struct config c, int32_t *rest) {
+  const int32_t end[N_SEQS] = {23, 89, 127, 190, 285, gpu_is_small() ? 731 : 2011, 60, 58};
+  for (int32_t s = 0; s < N_SEQS; s++) rest[s] = end[s] - first_lens[s] - more_lens[s];
+  return make_world(c, end);
 }
 
 static void run_config(struct config c) {
-  static const int32_t lens[N_SEQS] = {1, 63, 64, 65, 130, 700, 28}, more[N_SEQS] = {3, 1, 1, 70, 129, 2, 1},
-                       one[N_SEQS] = {1, 1, 1, 1, 1, 1, 1};
-  int32_t end[N_SEQS];
-  for (int32_t s = 0; s < N_SEQS; s++) end[s] = lens[s] + more[s];
-  struct world w = make_world(c, end);
-  struct step st = make_step(&w, lens);
-  run_prefill(&w, &st, "first chunk", lens);
-  st = make_step(&w, more);
-  run_prefill(&w, &st, "second chunk", more);
+  int32_t rest[N_SEQS];
+  struct world w = make_history(c, rest);
+  struct step st = make_step(&w, first_lens);
+  run_prefill(&w, &st, "first chunk", first_lens);
+  st = make_step(&w, more_lens);
+  run_prefill(&w, &st, "second chunk", more_lens);
+  st = make_step(&w, rest);
+  run_rope_append(&w, &st);
   if (k_attn_decode_takes(c.codec, c.dim, c.heads, c.kv_heads)) {
-    for (int i = 0; i < 8; i++) { /* seven of make_world's eight tokens and one that ends a group */
-      st = make_step(&w, one);
-      run_decode(&w, &st, i % N_DECODE_FORMS, i % 3 == 1, i % 3 == 1 ? 8 : i % 3 == 2 ? 16 : 0);
+    for (int32_t i = 0; i < DECODES; i++) {
+      st = make_step(&w, one_each);
+      run_decode(&w, &st, &forms[i % N_FORMS], i % 2 == 1, (i / 2 % 3) * 8);
     }
   } else {
-    st = make_step(&w, one);
-    run_prefill(&w, &st, "one token each", one);
+    st = make_step(&w, one_each);
+    run_prefill(&w, &st, "one token each", one_each);
+  }
+  kv_open_destroy(w.open);
+  gpu_release_all();
+}
+
+/* A decode step of two layers, enqueued at once with programmatic edges, as the backend does: one layer appends, folds and attends, the
+ * other does all of it in attention. Both have the same tokens. */
+static void run_edge_step(struct world *w, struct step *st, bool is_few) {
+  const struct config *c = &w->c;
+  const size_t n_kv = (size_t)c->kv_heads * w->capacity * c->dim, n_out = (size_t)st->n_tokens * c->heads * c->dim;
+  float *k = host_alloc(n_kv * 4), *v = host_alloc(n_kv * 4), *want = host_alloc(n_out * 4);
+  const struct k_stream at = gpu_edge_stream();
+  struct k_attn_decode layers[2] = {make_decode(w, st, false, n_out * 2, 0), make_decode(w, st, true, n_out * 2, 0)};
+  layers[1].cut = layers[0].cut, layers[1].workspace = layers[0].workspace, layers[1].counters = layers[0].counters;
+  for (int32_t l = 0; l < 2; l++) layers[l].kv.layer = l;
+  gpu_read(want, layers[0].out, n_out * 2); /* all copies have arrived */
+  gpu_check_call(sits_k_attn_cut(&layers[0].kv, layers[0].cut, n_sm, at), "sits_k_attn_cut");
+  append_to(w, st, &layers[0].kv, layers[0].qkv, at);
+  gpu_check_call(sits_k_attn_decode(&layers[0], n_sm, at), "sits_k_attn_decode");
+  if (is_few)
+    gpu_check_call(sits_k_attn_few(&layers[1], n_sm, at), "sits_k_attn_few");
+  else
+    gpu_check_call(sits_k_attn_decode(&layers[1], n_sm, at), "sits_k_attn_decode");
+  gpu_check_call(sits_k_kv_close(&w->view, n_sm, at), "sits_k_kv_close");
+  for (int32_t l = 0; l < 2; l++) {
+    w->view.layer = l;
+    double error = gather(w, k, v);
+    verdict(error < codec_error(c->codec), "%s, edges, layer %d: pages within %.4f", c->name, l, error);
+    ref_attention(w, st, k, v, want);
+    error = compare_out(w, st, want, 0, layers[l].out, n_out * 2);
+    verdict(error < 2e-3, "%s, edges, layer %d%s: decode attention %.2e", c->name, l, l == 0 ? "" : is_few ? ", few" : ", fused", error);
+  }
+}
+
+static void run_edges(struct config c) {
+  int32_t rest[N_SEQS];
+  struct world w = make_history(c, rest);
+  const int32_t *chunks[] = {first_lens, more_lens, rest};
+  for (int32_t i = 0; i < 3; i++) {
+    struct step st = make_step(&w, chunks[i]);
+    for (w.view.layer = 0; w.view.layer < 2; w.view.layer++) run_rope_append(&w, &st);
+  }
+  for (int32_t i = 0; i < DECODES; i++) {
+    struct step st = make_step(&w, one_each);
+    run_edge_step(&w, &st, i % 2 == 1);
   }
   kv_open_destroy(w.open);
   gpu_release_all();
@@ -484,5 +597,7 @@ int main(void) {
   run_config((struct config){6, 2, 64, K_KV_FP4, true, false, 64, 0, "fp4 6/2 x64 interleaved"});
   run_config((struct config){9, 3, 64, K_KV_INT8, false, false, 64, 0, "int8 9/3 x64"});
   run_config((struct config){4, 2, 48, K_KV_INT8, false, true, 48, 0, "int8 4/2 x48"});
+  run_edges((struct config){32, 8, 128, K_KV_INT4, false, false, 128, 0, "int4 32/8 x128"});
+  run_edges((struct config){9, 3, 64, K_KV_FP4, false, true, 64, 0, "fp4 9/3 x64 head norms"});
   return gpu_finish();
 }
