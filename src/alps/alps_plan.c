@@ -51,6 +51,7 @@ struct planner {
   int32_t prefill_at[ALPS_CLASSES], prefill_end[ALPS_CLASSES];
   bool may_admit, may_decode;
   bool is_more;                 /* the plan's first slice has ended, and it goes on */
+  int32_t closed_below;         /* entries of classes after this one are not admitted: pages are on their way to one of it */
   bool wants_victim;            /* a higher class could not be admitted for want of room */
   int32_t victim_above;         /* only entries of classes after this one may be victims */
 };
@@ -287,15 +288,20 @@ static bool is_worse(const struct alps *alps, int32_t a, int32_t b)
   return serves_before(alps, b, a);
 }
 
-/* The running entry that loses its pages first: one that is held, then lowest class, then least important, then newest. Only entries of
- * classes after above_class, or held ones of that class too. -1 when there is none but `keep`. */
+/* Whether an entry may lose its pages to one of above_class: it is of a class after that, or held and of that class too. */
+static bool is_below(const struct alps_entry *e, int32_t above_class)
+{
+  return e->request.service_class >= above_class + !e->is_held;
+}
+
+/* The running entry that loses its pages first: one that is held, then lowest class, then least important, then newest. -1 when there is
+ * none below above_class but `keep`. */
 static int32_t choose_victim(const struct alps *alps, int32_t above_class, int32_t keep)
 {
   int32_t worst = -1;
   for (int32_t i = 0; i < alps->n_running; i++) {
     int32_t id = alps->running[i];
-    const struct alps_entry *e = &alps->entries[id];
-    if (id == keep || e->request.service_class < above_class + !e->is_held) continue;
+    if (id == keep || !is_below(&alps->entries[id], above_class)) continue;
     if (worst < 0 || is_worse(alps, id, worst)) worst = id;
   }
   return worst;
@@ -334,15 +340,18 @@ static bool has_waited(const struct alps *alps, int32_t service_class)
   return (double)(alps->now_us - alps->classes[service_class].admitted_us) > PATIENCE * n_tokens * alps->decode_us;
 }
 
-/* Whether there is room for one more entry: slots, pages up to its projected end, and time for its decoding. */
-static bool has_room(const struct planner *p, const struct alps_entry *e)
+/* What entries would leave behind if they were evicted. */
+struct leavings { int32_t n_seqs, n_unborn; int64_t n_pages, growth_pages; };
+
+/* Whether there is room for one more entry beside all but those: slots, pages up to its projected end, and time for its decoding. */
+static bool has_room(const struct planner *p, const struct alps_entry *e, const struct leavings *without)
 {
   const struct alps *alps = p->alps;
   const struct alps_options *o = &alps->options;
-  int32_t n_after = alps->n_running + alps->n_unborn + e->request.width;
-  if (n_after + alps->n_leaving > o->max_seqs || p->plan->n_items >= o->max_seqs) return false;
-  if (alps->n_running + alps->n_leaving == 0) return true;
-  if (p->growth_pages + projected_growth(alps, e) > p->n_available) return false;
+  int32_t n_after = alps->n_running - without->n_seqs + alps->n_unborn - without->n_unborn + e->request.width;
+  if (n_after + alps->n_leaving > o->max_seqs || p->plan->n_items - without->n_seqs >= o->max_seqs) return false;
+  if (alps->n_running - without->n_seqs + alps->n_leaving == 0) return true;
+  if (p->growth_pages - without->growth_pages + projected_growth(alps, e) > p->n_available + without->n_pages) return false;
   if (o->policy != ALPS_BUDGET || o->itl_target_us == 0) return true;
   if (has_waited(alps, e->request.service_class)) return true;
   if (n_after > alps->sequence_cap) return false;
@@ -358,20 +367,49 @@ static bool has_room(const struct planner *p, const struct alps_entry *e)
   return alps_cost_predict(&alps->cost, &work) <= DECODE_CEILING * budget;
 }
 
+/* All that may be evicted for an entry of that class; pages that several share count for each, so it may be less. */
+static struct leavings evictable(const struct alps *alps, int32_t service_class)
+{
+  struct leavings all = {0};
+  for (int32_t i = 0; i < alps->n_running; i++) {
+    const struct alps_entry *e = &alps->entries[alps->running[i]];
+    if (!is_below(e, service_class) || !may_evict(alps, service_class, alps->running[i])) continue;
+    all.n_seqs++;
+    all.n_unborn += e->request.width - 1;
+    all.n_pages += e->n_pages;
+    all.growth_pages += projected_growth(alps, e);
+  }
+  return all;
+}
+
+/* An entry finds no room. It is made where that is possible: what does not suffice would go back to those it was taken from. */
+static void make_room(struct planner *p, const struct alps_entry *e)
+{
+  const struct alps *alps = p->alps;
+  const int32_t service_class = e->request.service_class;
+  if (alps->options.policy != ALPS_BUDGET) return;
+  if (alps->n_leaving > 0) { /* it is being made, and not for classes after this one */
+    p->closed_below = service_class;
+    return;
+  }
+  const int32_t victim = choose_victim(alps, service_class, -1);
+  if (victim < 0 || p->plan->n_items != p->plan->n_decode || !may_evict(alps, service_class, victim)) return;
+  const struct leavings all = evictable(alps, service_class);
+  if (!has_room(p, e, &all)) return;
+  p->wants_victim = true;
+  p->victim_above = service_class;
+}
+
 /* Take the next waiting entry of a class into service, if there is room for it; -1 if not. */
 static int32_t admit_next(struct planner *p, int32_t service_class, alps_admit_fn admit, void *user)
 {
+  static const struct leavings nothing;
   struct alps *alps = p->alps;
-  int32_t id = p->may_admit ? alps_queue_top(alps, service_class) : -1;
+  int32_t id = p->may_admit && service_class <= p->closed_below ? alps_queue_top(alps, service_class) : -1;
   if (id < 0) return -1;
   struct alps_entry *e = &alps->entries[id];
-  if (!has_room(p, e)) {
-    int32_t victim = alps->n_leaving == 0 ? choose_victim(alps, service_class, -1) : -1; /* room is being made already */
-    if (alps->options.policy == ALPS_BUDGET && victim >= 0 && p->plan->n_items == p->plan->n_decode &&
-        may_evict(alps, service_class, victim)) {
-      p->wants_victim = true;
-      p->victim_above = service_class;
-    }
+  if (!has_room(p, e, &nothing)) {
+    make_room(p, e);
     return -1;
   }
   struct alps_admitted got = {.n_available = p->n_available};
@@ -771,8 +809,8 @@ bool alps_plan_more(struct alps *alps, int32_t n_available, bool has_time, alps_
   plan->slice.id = -1;
   plan->slice_begins = plan->slice_ended = false;
   struct planner p = {.alps = alps, .plan = plan, .n_available = n_available - plan->n_reserved_pages, .may_admit = true,
-                      .may_decode = true, .is_more = true, .tokens_left = alps->rest.tokens_left, .rows_left = alps->rest.rows_left,
-                      .busiest = alps->rest.busiest,
+                      .may_decode = true, .is_more = true, .closed_below = ALPS_CLASSES, .busiest = alps->rest.busiest,
+                      .tokens_left = alps->rest.tokens_left, .rows_left = alps->rest.rows_left,
                       .budget_us = alps->rest.budget_us - (double)plan->sliced_us,
                       .budget_lower_us = alps->rest.budget_lower_us - (double)plan->sliced_us};
   if (plan->slice_is_behind) {
@@ -796,7 +834,7 @@ enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_availabl
   alps->now_us = now_us;
   *plan = (struct alps_plan){.items = alps->items, .victims = alps->victims, .slice.id = -1};
   struct planner p = {.alps = alps, .plan = plan, .n_available = n_available, .tokens_left = alps->options.max_batch_tokens,
-                      .rows_left = alps->options.max_rows};
+                      .rows_left = alps->options.max_rows, .closed_below = ALPS_CLASSES};
   for (int c = 0; c < ALPS_CLASSES; c++) {
     if (alps->classes[c].n_waiting == 0) alps->classes[c].admitted_us = now_us;
   }

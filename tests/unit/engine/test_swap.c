@@ -3,14 +3,14 @@
 #include "unit/engine/engine_rig.h"
 
 enum { LONG_PROMPT = 600, LONG_PAGES = 9, LONG_OUT = 200, SHORT_PROMPT = 40, SHORT_OUT = 200, GUEST_PROMPT = 700, GUEST_OUT = 40,
-       N_STREAMS = 2, N_PAGES = 22 };
+       BIG_PROMPT = 970, N_STREAMS = 2, N_PAGES = 22 };
 
 /* A long sequence of low class and two streams have hardly more memory than they need; a guest has none. */
 struct scene {
   struct rig rig;
   struct sits_request *longer, *streams[N_STREAMS], *guest;
   struct rig_answer long_got, got[N_STREAMS], guest_got;
-  int32_t long_prompt[LONG_PROMPT], prompts[N_STREAMS][SHORT_PROMPT], guest_prompt[GUEST_PROMPT];
+  int32_t long_prompt[LONG_PROMPT], prompts[N_STREAMS][SHORT_PROMPT], guest_prompt[BIG_PROMPT];
 };
 
 static struct scene scene;
@@ -34,11 +34,13 @@ static void step(struct scene *c)
   if (c->guest) rig_drain(c->guest, &c->guest_got, 1);
 }
 
-static void invite(struct scene *c, enum sits_class service_class)
+static void invite_of(struct scene *c, enum sits_class service_class, int32_t n_prompt)
 {
   memset(&c->guest_got, 0, sizeof c->guest_got);
-  c->guest = submit(c, service_class, c->guest_prompt, GUEST_PROMPT, GUEST_OUT);
+  c->guest = submit(c, service_class, c->guest_prompt, n_prompt, GUEST_OUT);
 }
+
+static void invite(struct scene *c, enum sits_class service_class) { invite_of(c, service_class, GUEST_PROMPT); }
 
 static void dismiss(struct scene *c)
 {
@@ -76,7 +78,7 @@ static void open_scene_by(struct scene *c, int32_t step_pages)
   memset(c, 0, sizeof *c);
   rig_open(&c->rig, options, N_PAGES);
   rig_prompt(c->long_prompt, LONG_PROMPT, 1);
-  rig_prompt(c->guest_prompt, GUEST_PROMPT, 2);
+  rig_prompt(c->guest_prompt, BIG_PROMPT, 2);
   c->longer = submit(c, SITS_CLASS_LOW, c->long_prompt, LONG_PROMPT, LONG_OUT);
   for (int i = 0; i < N_STREAMS; i++) {
     rig_prompt(c->prompts[i], SHORT_PROMPT, 3 + (uint32_t)i);
@@ -265,6 +267,33 @@ static void test_end_halfway(void **state)
   }
 }
 
+/* A guest for whom there is no room beside the streams waits for their ends, and the long one decodes on until its pages are of use. */
+static void test_nothing_leaves_in_vain(void **state)
+{
+  (void)state;
+  struct scene *c = &scene;
+  open_scene(c);
+  dismiss(c);
+  for (int i = 0; i < 100 && n_writes(c) < n_reads(c); i++) step(c);
+  for (int i = 0; i < 10; i++) step(c);
+  const uint64_t before = stats_of(c).n_preemptions;
+  invite_of(c, SITS_CLASS_NORMAL, BIG_PROMPT);
+  const int32_t said = c->long_got.n;
+  int32_t n_steps = 0;
+  while (c->got[0].n_finish + c->got[1].n_finish == 0) {
+    const int32_t streams_said = c->got[0].n;
+    step(c);
+    n_steps += c->got[0].n > streams_said;
+    assert_int_equal(stats_of(c).n_preemptions, before);
+    assert_int_equal(c->guest_got.n, 0);
+  }
+  assert_true(n_steps > 100 && c->long_got.n > said + 10);
+  for (int i = 0; i < 1000 && c->guest_got.n == 0; i++) step(c);
+  assert_true(c->guest_got.n > 0);
+  assert_int_equal(stats_of(c).n_preemptions, before + 1);
+  close_scene(c, false);
+}
+
 /* One that only has its pages is the next victim; where copying is short it computes in the step that brings it back. */
 static void test_short_copies_take_no_step(void **state)
 {
@@ -289,6 +318,6 @@ int main(void)
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_streams_decode_on), cmocka_unit_test(test_cancel_halfway),
                                      cmocka_unit_test(test_failure_halfway), cmocka_unit_test(test_leaves_while_coming),
                                      cmocka_unit_test(test_decodes_do_not_wait), cmocka_unit_test(test_end_halfway),
-                                     cmocka_unit_test(test_short_copies_take_no_step)};
+                                     cmocka_unit_test(test_nothing_leaves_in_vain), cmocka_unit_test(test_short_copies_take_no_step)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
