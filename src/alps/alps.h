@@ -64,6 +64,9 @@ struct alps_options {
   int64_t ttft_target_us;      /* 0 = none set: prompts in order of arrival. Else under overload few are made late instead of all */
   int32_t class_weight[ALPS_CLASSES]; /* all 0 = 64, 8, 1 */
   struct alps_cost_coefficients prior; /* all 0 = learn from nothing */
+  /* How many pages would be available more if these running entries lost theirs, where some are shared; user: as given to alps_plan.
+   * NULL = all that the entries hold. */
+  int32_t (*freed)(void *user, const int32_t *ids, int32_t n);
 };
 
 struct alps_request {

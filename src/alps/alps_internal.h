@@ -90,7 +90,7 @@ struct alps {
   double slice_ratio;           /* what chunks in slices took, by what the cost model predicts for them alone */
   struct { double budget_us, budget_lower_us, floor_us; int32_t busiest, tokens_left, rows_left; } rest; /* of the plan with a slice */
   struct alps_item *items;
-  int32_t *victims;
+  int32_t *victims;             /* [max_seqs] of the plan; scratch before */
   uint64_t next_order;
   struct alps_cost cost;
   struct alps_window window;

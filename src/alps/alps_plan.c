@@ -367,14 +367,14 @@ static bool has_room(const struct planner *p, const struct alps_entry *e, const 
   return alps_cost_predict(&alps->cost, &work) <= DECODE_CEILING * budget;
 }
 
-/* All that may be evicted for an entry of that class; pages that several share count for each, so it may be less. */
-static struct leavings evictable(const struct alps *alps, int32_t service_class)
+/* All that may be evicted for an entry of that class, into alps->victims; pages that several share count for each. */
+static struct leavings evictable(struct alps *alps, int32_t service_class)
 {
   struct leavings all = {0};
   for (int32_t i = 0; i < alps->n_running; i++) {
     const struct alps_entry *e = &alps->entries[alps->running[i]];
     if (!is_below(e, service_class) || !may_evict(alps, service_class, alps->running[i])) continue;
-    all.n_seqs++;
+    alps->victims[all.n_seqs++] = alps->running[i];
     all.n_unborn += e->request.width - 1;
     all.n_pages += e->n_pages;
     all.growth_pages += projected_growth(alps, e);
@@ -383,9 +383,9 @@ static struct leavings evictable(const struct alps *alps, int32_t service_class)
 }
 
 /* An entry finds no room. It is made where that is possible: what does not suffice would go back to those it was taken from. */
-static void make_room(struct planner *p, const struct alps_entry *e)
+static void make_room(struct planner *p, const struct alps_entry *e, void *user)
 {
-  const struct alps *alps = p->alps;
+  struct alps *alps = p->alps;
   const int32_t service_class = e->request.service_class;
   if (alps->options.policy != ALPS_BUDGET) return;
   if (alps->n_leaving > 0) { /* it is being made, and not for classes after this one */
@@ -394,7 +394,9 @@ static void make_room(struct planner *p, const struct alps_entry *e)
   }
   const int32_t victim = choose_victim(alps, service_class, -1);
   if (victim < 0 || p->plan->n_items != p->plan->n_decode || !may_evict(alps, service_class, victim)) return;
-  const struct leavings all = evictable(alps, service_class);
+  struct leavings all = evictable(alps, service_class);
+  if (!has_room(p, e, &all)) return;
+  if (alps->options.freed) all.n_pages = alps->options.freed(user, alps->victims, all.n_seqs); /* looks at each page: not asked before */
   if (!has_room(p, e, &all)) return;
   p->wants_victim = true;
   p->victim_above = service_class;
@@ -409,7 +411,7 @@ static int32_t admit_next(struct planner *p, int32_t service_class, alps_admit_f
   if (id < 0) return -1;
   struct alps_entry *e = &alps->entries[id];
   if (!has_room(p, e, &nothing)) {
-    make_room(p, e);
+    make_room(p, e, user);
     return -1;
   }
   struct alps_admitted got = {.n_available = p->n_available};

@@ -74,7 +74,7 @@ static enum sits_status create_parts(struct sits_engine *e, struct sits_error *e
   struct alps_options alps = {.policy = o->policy, .max_entries = e->max_entries,
                               .max_seqs = o->max_num_seqs, .max_batch_tokens = o->max_num_batched_tokens, .max_rows = o->max_rows,
                               .page_tokens = KV_TOKENS, .n_pages = o->geometry.n_pages, .page_budget = o->page_budget,
-                              .itl_target_us = o->itl_target_us, .ttft_target_us = o->ttft_target_us};
+                              .itl_target_us = o->itl_target_us, .ttft_target_us = o->ttft_target_us, .freed = engine_freed};
   enum sits_status status = engine_slice_open(e, err);
   alps.slice_tokens = e->slice.most_tokens;
   alps.tile_tokens = o->vtable->tile_tokens;

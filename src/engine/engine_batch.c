@@ -132,6 +132,15 @@ static void admit(void *user, int32_t id, struct alps_admitted *out)
                                 .n_available = kv_available(engine->pages), .is_coming = is_coming};
 }
 
+int32_t engine_freed(void *user, const int32_t *ids, int32_t n)
+{
+  struct sits_engine *engine = user;
+  int32_t n_pages = 0;
+  for (int32_t i = 0; i < n; i++) n_pages += kv_suppose_closed(engine->pages, engine->by_id[ids[i]]->slot);
+  for (int32_t i = 0; i < n; i++) kv_suppose_open(engine->pages, engine->by_id[ids[i]]->slot);
+  return n_pages;
+}
+
 /* Take a victim's pages: to host memory when copying out and back is cheaper than computing them again and there is room. One that was
  * still coming back has lost nothing. */
 static void preempt(struct sits_engine *engine, int32_t id)

@@ -270,6 +270,7 @@ void engine_tell_filled(struct sits_engine *engine, const struct engine_choice *
 void engine_give_back(struct sits_engine *engine, struct engine_choice *choice, int32_t n_left); /* all pages but the first n_left */
 void engine_close_slot(struct sits_engine *engine, struct engine_choice *choice);
 /* It has lost its slot; outside the queues when its ring is full. */
+int32_t engine_freed(void *user, const int32_t *ids, int32_t n); /* alps_options.freed; user: the engine */
 void engine_wait_again(struct sits_engine *engine, struct engine_choice *choice);
 
 /* engine_swap.c */

@@ -101,6 +101,10 @@ void kv_commit(struct kv *kv, int32_t slot, const int32_t *tokens, int32_t n);
 enum sits_status kv_fork(struct kv *kv, int32_t slot, int32_t *out) SITS_MUST_CHECK;
 /* Give the slot back. Its indexed pages stay cached until they are needed. */
 void kv_close(struct kv *kv, int32_t slot);
+/* How many pages closing the slot would make available, after those supposed closed before it: pages that several share come with the last
+ * of them. Each is to be undone by kv_suppose_open, in any order, before any other call. */
+int32_t kv_suppose_closed(struct kv *kv, int32_t slot);
+void kv_suppose_open(struct kv *kv, int32_t slot);
 
 /* Swap out: places for the slot's whole pages (out->n_tokens tokens), the first one for the last page. The caller gives back the partial
  * page (kv_give_back), copies the others, gives each back or not, and closes the slot. SITS_AGAIN when no page is whole or the places are

@@ -162,6 +162,30 @@ void kv_close(struct kv *kv, int32_t slot)
   kv->slot_stack[kv->n_slots_free++] = slot;
 }
 
+/* Count one reference more or less for each page of the slot. Returns how many pages have none then. */
+static int32_t suppose(struct kv *kv, int32_t slot, int32_t by)
+{
+  const struct kv_slot *s = &kv->slots[slot];
+  int32_t n = 0;
+  assert(s->is_open);
+  for (int32_t i = 0; i < s->n_pages; i++) {
+    const int32_t page = kv_table(kv, slot)[i];
+    if (page != KV_NO_PAGE) n += (kv->pages[page].n_refs += by) == 0;
+  }
+  for (int32_t i = 0; i < s->n_mixed; i++) n += (kv->pages[kv_mixed(kv, slot)[i]].n_refs += by) == 0;
+  return n;
+}
+
+int32_t kv_suppose_closed(struct kv *kv, int32_t slot)
+{
+  return suppose(kv, slot, -1);
+}
+
+void kv_suppose_open(struct kv *kv, int32_t slot)
+{
+  suppose(kv, slot, 1);
+}
+
 int32_t kv_tokens(const struct kv *kv, int32_t slot)
 {
   return kv->slots[slot].n_tokens;

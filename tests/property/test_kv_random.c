@@ -187,7 +187,10 @@ static void do_fork(struct world *w, const struct sequence *s, struct sequence *
 
 static void do_close(struct world *w, struct sequence *s)
 {
+  const int32_t n = kv_available(w->kv) + kv_suppose_closed(w->kv, s->slot);
+  kv_suppose_open(w->kv, s->slot);
   kv_close(w->kv, s->slot);
+  assert_int_equal(kv_available(w->kv), n);
   s->is_open = false;
 }
 

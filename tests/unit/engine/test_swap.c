@@ -294,6 +294,45 @@ static void test_nothing_leaves_in_vain(void **state)
   close_scene(c, false);
 }
 
+/* The same where the long one has most of its pages from a stream: evicted, it would leave the few behind them. */
+static void test_shared_pages_do_not_count(void **state)
+{
+  enum { SHARED = 9 * KV_PAGE_TOKENS, LONGER_OUT = 250, MORE_PAGES = 28 };
+  (void)state;
+  struct scene *c = &scene;
+  struct engine_options options = rig_options();
+  struct sits_request *requests[3];
+  static struct rig_answer got[3];
+  static int32_t prompts[3][BIG_PROMPT];
+  static const int32_t n_prompt[] = {SHARED + 10, LONG_PROMPT, BIG_PROMPT}, n_out[] = {LONG_OUT, LONGER_OUT, GUEST_OUT};
+  options.n_host_pages = 40;
+  options.swap_step_pages = 1;
+  rig_open(&c->rig, options, MORE_PAGES);
+  memset(got, 0, sizeof got);
+  for (int i = 0; i < 3; i++) rig_prompt(prompts[i], n_prompt[i], 30 + (uint32_t)i);
+  memcpy(prompts[1], prompts[0], SHARED * sizeof(int32_t));
+  for (int i = 0; i < 3; i++) {
+    requests[i] = submit(c, i == 1 ? SITS_CLASS_LOW : SITS_CLASS_NORMAL, prompts[i], n_prompt[i], n_out[i]);
+    for (int k = 0; i < 2 && k < 100 && got[i].n < 3; k++) {
+      engine_step_once(c->rig.engine);
+      rig_drain(requests[i], &got[i], 1);
+    }
+  }
+  assert_true(got[1].n >= 3 && stats_of(c).prompt_tokens_cached == SHARED);
+  for (int i = 0; i < 1000 && rig_drain(requests[0], &got[0], 1) == 0; i++) {
+    assert_int_equal(stats_of(c).n_preemptions, 0);
+    engine_step_once(c->rig.engine);
+  }
+  for (int i = 0; i < 3; i++) {
+    if (got[i].n_finish == 0) rig_run(&c->rig, requests[i], &got[i], 1);
+    expect_answer(&got[i], prompts[i], n_prompt[i], n_out[i]);
+    sits_request_release(requests[i]);
+  }
+  assert_int_equal(stats_of(c).n_preemptions, 1);
+  rig_idle(&c->rig);
+  rig_close(&c->rig);
+}
+
 /* One that only has its pages is the next victim; where copying is short it computes in the step that brings it back. */
 static void test_short_copies_take_no_step(void **state)
 {
@@ -318,6 +357,7 @@ int main(void)
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_streams_decode_on), cmocka_unit_test(test_cancel_halfway),
                                      cmocka_unit_test(test_failure_halfway), cmocka_unit_test(test_leaves_while_coming),
                                      cmocka_unit_test(test_decodes_do_not_wait), cmocka_unit_test(test_end_halfway),
-                                     cmocka_unit_test(test_nothing_leaves_in_vain), cmocka_unit_test(test_short_copies_take_no_step)};
+                                     cmocka_unit_test(test_nothing_leaves_in_vain), cmocka_unit_test(test_shared_pages_do_not_count),
+                                     cmocka_unit_test(test_short_copies_take_no_step)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

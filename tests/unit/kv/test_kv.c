@@ -143,6 +143,34 @@ static void test_fork_copies_on_write(void **state)
   kv_destroy(kv);
 }
 
+/* Pages that several share become available with the last of them. */
+static void test_supposed_closed(void **state)
+{
+  struct kv *kv = create(16, 4);
+  int32_t tokens[300], a, b, c;
+  (void)state;
+  fill(tokens, 300, 1);
+  put(kv, NOBODY, tokens, 200, &a);
+  put(kv, NOBODY, tokens, 300, &b); /* three pages of a, two of its own */
+  assert_int_equal(kv_fork(kv, b, &c), SITS_OK);
+  for (int i = 0; i < 2; i++) { /* nothing is kept */
+    assert_int_equal(kv_suppose_closed(kv, a), 1);
+    assert_int_equal(kv_suppose_closed(kv, b), 0);
+    kv_suppose_open(kv, a);
+    assert_int_equal(kv_suppose_closed(kv, c), 2);
+    assert_int_equal(kv_suppose_closed(kv, a), 4);
+    kv_suppose_open(kv, b);
+    kv_suppose_open(kv, a);
+    kv_suppose_open(kv, c);
+    expect_counts(kv, 10, 0, 6);
+  }
+  kv_close(kv, a);
+  kv_close(kv, b);
+  kv_close(kv, c);
+  kv_destroy(kv);
+  assert_int_equal(mem_live_blocks(), 0);
+}
+
 static void test_reserve_all_or_nothing(void **state)
 {
   struct kv *kv = create(4, 3);
@@ -310,7 +338,8 @@ static void test_creation_survives_no_memory(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_prefix_is_shared_in_whole_pages), cmocka_unit_test(test_owners_never_share),
+      cmocka_unit_test(test_prefix_is_shared_in_whole_pages), cmocka_unit_test(test_supposed_closed),
+      cmocka_unit_test(test_owners_never_share),
       cmocka_unit_test(test_oldest_tail_is_evicted_first), cmocka_unit_test(test_fork_copies_on_write),
       cmocka_unit_test(test_reserve_all_or_nothing), cmocka_unit_test(test_twins_are_indexed_once), cmocka_unit_test(test_swap_places),
       cmocka_unit_test(test_budget_drops_the_least_blocks), cmocka_unit_test(test_a_budget_beyond_all_pages),
