@@ -8,7 +8,8 @@
  *
  *   --scenario swap         streams decode while a long sequence of low class loses its pages to host memory and gets them back
  *                           (engine_swap.c)
- *   --scenario classes      high-class requests alone and beside four times what the machine can do of low class (engine_load.c)
+ *   --scenario classes      high-class requests alone and beside four times what the machine can do of low class
+ *                           (engine_classes.c)
  *   --scenario tenants      two tenants, one with ten times as many requests: who gets how many tokens (engine_load.c)
  *
  * Times are those that the engine writes into its events. Entry point: bench_engine. */
@@ -43,9 +44,9 @@ static const struct option_spec specs[] = {
     {"streams", OPTION_INT, AT(streams), "0", 0, 64, "requests", 0, NULL, "stall, speculation, swap",
      "At once; 0: 4 for stall, 8 for swap, 1 for speculation, where more mean pairs of runs with and without, each of --texts requests."},
     {"step-tokens", OPTION_INT, AT(step_tokens), "512", 16, 1e6, "tokens", 0, NULL, "stall", "Most tokens of a step beside the streams."},
-    {"pairs", OPTION_INT, AT(pairs), "30", 1, 1000, "pairs", 0, NULL, "speculation, swap",
-     "Of runs, where there are several streams; of swaps."},
-    {"seconds", OPTION_INT, AT(seconds), "30", 1, 3600, "s", 0, NULL, "classes, tenants, placement", "Each run."},
+    {"pairs", OPTION_INT, AT(pairs), "30", 1, 1000, "pairs", 0, NULL, "speculation, swap, classes",
+     "Of runs, where there are several streams; of swaps; of phases without and with low class."},
+    {"seconds", OPTION_INT, AT(seconds), "30", 1, 3600, "s", 0, NULL, "classes, tenants, placement", "Each run or phase."},
     {"itl-target-ms", OPTION_FLOAT, AT(itl_target_ms), "0", 0, 1e5, "ms", 0, NULL, "classes, tenants, placement", "Inter-token target."},
     {"targets", OPTION_STRING, AT(targets), "1,150,200,300", 0, 0, "", 0, NULL, "stall",
      "Targets in percent of the undisturbed P99; below 100: no target, whole prompts."},

@@ -39,7 +39,7 @@ void engine_bench_take(struct engine_bench_stream *stream, double *gaps, int64_t
 
 /* engine_stall.c: append its rows; false after a message. */
 bool engine_bench_stall(const struct engine_bench_options *options, json_t *rows);
-/* engine_load.c: the same. */
+/* engine_classes.c, engine_load.c: the same. */
 bool engine_bench_classes(const struct engine_bench_options *options, json_t *rows);
 bool engine_bench_tenants(const struct engine_bench_options *options, json_t *rows);
 /* engine_speculation.c, engine_pair.c, engine_swap.c: the same */
