@@ -11,8 +11,9 @@ static const double NOISE_SHARE = 0.08;   /* standard deviation of a measurement
 static const double WALK_SHARE = 0.004;   /* of a coefficient, per observation that involves it */
 static const double SURPRISE = 2.5;        /* standard deviations */
 static const double SURPRISE_FADE = 4;    /* what the covariance grows by */
-static const double LOST = 1;             /* mean relative error at which a filter begins anew */
+static const double LOST = 0.9;           /* mean relative error at which a filter begins anew: one that predicts nothing comes to 1 */
 static const double PLAUSIBLE = 1.2;      /* filters whose error is so near the best's are asked too */
+static const double NO_HICCUP = 0.1;      /* share of a measurement that a prediction of next to nothing is believed to have missed */
 static const double ERROR_RATE = 0.02;    /* of the moving average that ranks the filters */
 static const double KNEES[ALPS_COST_KNEES] = {0, 16, 48, 96, 192};
 /* What a first step is assumed to hold, where it holds less: keeps unseen coefficients from starting with a huge variance. */
@@ -104,7 +105,8 @@ static void correct(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS],
   bool moves[ALPS_COST_TERMS] = {true, true, true, true, true, true}, again = true;
   for (int round = 0; again && round < ALPS_COST_TERMS; round++) {
     double px[ALPS_COST_TERMS], s = project(f, x, moves, noise, px), predicted = predict(f, x), innovation = step_us - predicted;
-    if (is_settled && innovation > predicted) innovation = predicted; /* a hiccup, not the machine */
+    const double most = fmax(predicted, NO_HICCUP * step_us);
+    if (is_settled && innovation > most) innovation = most; /* a hiccup, not the machine */
     again = false;
     for (int i = 0; i < ALPS_COST_TERMS; i++) {
       f->w[i] += px[i] / s * innovation;
@@ -116,21 +118,40 @@ static void correct(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS],
   }
 }
 
+/* What a coefficient's deviation may be, by a step of that time. */
+static double widest(const double x[ALPS_COST_TERMS], int i, double step_us)
+{
+  return step_us / fmax(x[i], TYPICAL[i]);
+}
+
+/* Row and column shrink together; a smaller diagonal alone would leave something that is no covariance. */
+static void narrow(struct alps_cost_filter *f, int i, double most)
+{
+  if (f->p[i][i] <= most * most) return;
+  const double shrink = most / sqrt(f->p[i][i]);
+  for (int j = 0; j < ALPS_COST_TERMS; j++) {
+    f->p[i][j] *= shrink;
+    f->p[j][i] *= shrink;
+  }
+}
+
 static void widen(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], double step_us)
 {
   for (int i = 0; i < ALPS_COST_TERMS; i++) {
-    double scale = step_us / fmax(x[i], TYPICAL[i]), cap = scale * scale;
-    double walk = WALK_SHARE * (f->w[i] + 0.01 * scale);
+    const double scale = widest(x, i, step_us), walk = WALK_SHARE * (f->w[i] + 0.01 * scale);
     if (x[i] <= 0) continue;
     f->p[i][i] += walk * walk;
-    if (f->p[i][i] <= cap) continue;
-    /* Row and column shrink together; a smaller diagonal alone would leave something that is no covariance. */
-    double shrink = sqrt(cap / f->p[i][i]);
-    for (int j = 0; j < ALPS_COST_TERMS; j++) {
-      f->p[i][j] *= shrink;
-      f->p[j][i] *= shrink;
-    }
+    narrow(f, i, scale);
   }
+}
+
+/* What was learned is worth less; also what this step does not have, but not so much less that the next one throws it anywhere. */
+static void forget(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], double step_us)
+{
+  for (int i = 0; i < ALPS_COST_TERMS; i++) {
+    for (int j = 0; j < ALPS_COST_TERMS; j++) f->p[i][j] *= SURPRISE_FADE;
+  }
+  for (int i = 0; i < ALPS_COST_TERMS; i++) narrow(f, i, widest(x, i, step_us));
 }
 
 /* One step far off is a hiccup; a second on the same side is a change. */
@@ -149,10 +170,8 @@ static void update(struct alps_cost_filter *f, const double x[ALPS_COST_TERMS], 
   /* The knees differ in steps with prompts only, so only those rank them; the error of the others still shows a filter that is lost. */
   double error = fmin(fabs(step_us - predict(f, x)) / step_us, 2 * LOST);
   f->error += (has_prompt ? ERROR_RATE : 0.1 * ERROR_RATE) * (error - f->error);
-  if (is_surprise(f, step_us - predict(f, x), s)) { /* the machine has changed: what was learned is worth less */
-    for (int i = 0; i < ALPS_COST_TERMS; i++) {
-      for (int j = 0; j < ALPS_COST_TERMS; j++) f->p[i][j] *= SURPRISE_FADE;
-    }
+  if (is_surprise(f, step_us - predict(f, x), s)) { /* the machine has changed */
+    forget(f, x, step_us);
     s = project(f, x, all, noise, px);
   }
   correct(f, x, step_us, noise, is_settled);

@@ -473,8 +473,8 @@ static void test_slices_by_rate(void **state)
 }
 
 /* Streams end one after the other, and each number of them is captured the first time that it runs. Beside the prompt that comes then as
- * many decode from step to step, so no room is kept for what steps took whose number had changed; but only a planner that is told of
- * captures does not think that tokens of prompts cost little instead. */
+ * many decode from step to step, so no room is kept for what steps took whose number had changed; and captures, told of or not, teach
+ * nobody that tokens of prompts cost little instead. */
 static void test_captures_leave_no_room(void **state)
 {
   double took[2];
@@ -499,8 +499,8 @@ static void test_captures_leave_no_room(void **state)
     took[tells] = d->now_us - started;
     print_message("captures %s: 30,000 tokens in %.0f ms, inter-token p99 %.2f of 10 ms, longest step %.2f\n",
                   tells ? "told" : "not told", took[tells] * 1e-3, p99(d->gaps, d->n_gaps) * 1e-3, d->largest_step_us * 1e-3);
-    assert_true(tells == (d->largest_step_us <= 10100));
-    assert_true(!tells || p99(d->gaps, d->n_gaps) <= 10000);
+    assert_true(d->largest_step_us <= 10100);
+    assert_true(p99(d->gaps, d->n_gaps) <= 10000);
     close_device(d);
   }
   assert_true(took[0] < 1.05 * took[1]);
