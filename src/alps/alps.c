@@ -91,7 +91,7 @@ enum sits_status alps_create(const struct alps_options *options, struct alps **o
   alps_cost_init(&alps->cost, &options->prior, options->tile_tokens);
   alps_verify_init(&alps->verify);
   alps->margin = ALPS_MARGIN_START;
-  alps->slice_id = -1;
+  alps->slice_id = alps->given_up_class = -1;
   alps->slice_ratio = 1;
   alps->sequence_cap = options->max_seqs;
   alps->pressed_class = ALPS_CLASSES;
@@ -133,6 +133,7 @@ void alps_enqueue(struct alps *alps, int32_t id, const struct alps_request *requ
   struct alps_entry *e = &alps->entries[id];
   assert(e->state == ALPS_FREE && request->n_known > 0 && request->width > 0);
   wake_class(alps, request->service_class);
+  alps->classes[request->service_class].came_us = request->arrival_us;
   *e = (struct alps_entry){.state = ALPS_WAITING, .request = *request, .n_prompt = request->n_known, .run_at = -1,
                            .order = alps->next_order++};
   e->family = e->order;
@@ -263,7 +264,10 @@ void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_compu
 {
   struct alps_entry *e = &alps->entries[id];
   assert(e->state == ALPS_RUNNING && n_computed <= n_known);
-  if (alps->slice_id == id && n_computed > e->n_computed) alps->slice_id = -1;
+  if (alps->slice_id == id && n_computed > e->n_computed) {
+    alps->slice_id = -1;
+    if (e->request.service_class >= alps->given_up_class) alps->given_up_class = -1;
+  }
   if (n_computed > e->n_charged) {
     alps_tenant_charge(alps, e->tenant, n_computed - e->n_charged);
     e->n_charged = n_computed;
@@ -377,13 +381,17 @@ void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_u
     if (plan->n_decode == alps->n_decode_before) alps_window_add(&alps->steady_excess, own_us - slice_us - plan->predicted_us, 1, false);
   }
   alps->n_decode_before = plan->n_decode;
-  alps_window_add(&alps->window, step_us, plan->n_decode, step_us > alps->options.itl_target_us);
+  /* The gap that this step's tokens ended: for those that joined it, from their first tokens. */
+  const int32_t n_waited = plan->n_decode - plan->n_joined;
+  const int64_t joined_us = step_us - plan->joined_us, late_us = alps->options.itl_target_us, begun_us = n_waited > 0 ? 0 : plan->joined_us;
+  if (n_waited > 0) alps_window_add(&alps->window, step_us, n_waited, step_us > late_us);
+  if (plan->n_joined > 0) alps_window_add(&alps->window, joined_us, plan->n_joined, joined_us > late_us);
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
     alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * (items_us - alps->decode_us);
   }
   if (alps->options.itl_target_us == 0 || plan->n_decode == 0) return;
-  count_late(alps, plan->n_decode, step_us > alps->options.itl_target_us);
-  if (!plan->is_stretched) control(alps, plan, own_us);
+  count_late(alps, plan->n_decode, step_us - begun_us > late_us);
+  if (!plan->is_stretched) control(alps, plan, own_us - begun_us);
 }
 
 void alps_counts(const struct alps *alps, struct alps_counts *out)

@@ -124,6 +124,8 @@ struct alps_plan {
   /* alps_plan_more's own: slices of the step that have ended already. */
   int64_t ended_us;
   int32_t ended_tokens;
+  int32_t n_joined;            /* of n_decode, those whose prompts ended in them: their first tokens came joined_us or more after the */
+  int64_t joined_us;           /* step before, so their next ones are not late by what was before that */
 };
 
 struct alps_counts {

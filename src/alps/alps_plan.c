@@ -32,6 +32,8 @@ static const double OUTPUT_GUESS = 1.5;    /* projected output, in mean outputs 
 enum { FIRST_TOKENS = 256 }; /* of the very first step, of whose time nothing is known */
 enum { STEADY_STEPS = 64 }; /* with a number of decodes that does not change, before room is kept for those alone */
 enum { GROWTH_STEPS = 64 }; /* of a prompt in slices, before the growth of the decodes beside it is believed */
+enum { MICRO_TOKENS = 24 }; /* least chunk of a class that others come before, in slices: shorter ones read their histories too often */
+enum { HIGHER_STAYS_US = 10000000 }; /* since one came, a class is about */
 enum { MIXED_TOKENS = 64 }; /* a chunk of at least so many computes about as well beside the decodes as any */
 static const double SLICE_SHARE = 0.8; /* by_rate: slices are taken where they read so much of what a chunk promises: the clock ends them */
 
@@ -483,14 +485,37 @@ static double sliced_tokens(const struct planner *p, const struct alps_entry *e,
   return n_chunk * (budget_us - alps_cost_predict(cost, &p->plan->work)) / (p->alps->slice_ratio * alps_cost_predict(cost, &alone));
 }
 
+/* Whether a chunk that is half read in slices makes room for the entry's. What was computed of it is lost, so a class whose chunk was given
+ * up reads one first before that happens again: it gets on, however many prompts come before it. */
+static bool may_take_lane(const struct alps *alps, const struct alps_entry *e)
+{
+  const int32_t owner = alps->entries[alps->slice_id].request.service_class;
+  return alps->options.slices_behind && owner > e->request.service_class && alps->given_up_class < 0;
+}
+
+/* The longest chunk that such an entry begins in slices of so much time. Where higher classes come, about what one slice reads, so that
+ * hardly one is half read when they do. */
+static int32_t longest_sliced(const struct alps *alps, const struct alps_entry *e, double time_us)
+{
+  const int32_t most = alps->options.slice_tokens;
+  bool has_higher = false;
+  for (int c = 0; c < e->request.service_class; c++) {
+    has_higher = has_higher || (alps->classes[c].came_us > 0 && alps->now_us - alps->classes[c].came_us < HIGHER_STAYS_US);
+  }
+  if (!has_higher || !alps->options.slices_behind || alps->slice_token_us <= 0) return most;
+  const double n = fmax(time_us / alps->slice_token_us, MICRO_TOKENS);
+  return n < most ? (int32_t)n : most;
+}
+
 /* Whether the entry's prompt is better read in slices than by the n tokens that there is time for now. */
 static bool wants_slices(const struct planner *p, int32_t id, int32_t n)
 {
   const struct alps *alps = p->alps;
   const struct alps_entry *e = &alps->entries[id];
   if (id == alps->slice_id) return true;
-  if (alps->slice_id >= 0 || alps->options.slice_tokens == 0 || alps->options.policy != ALPS_BUDGET || e->request.wants_rows ||
-      alps->options.page_budget > 0 || !isfinite(p->budget_us))
+  if (alps->slice_id >= 0 && !may_take_lane(alps, e)) return false;
+  if (alps->options.slice_tokens == 0 || alps->options.policy != ALPS_BUDGET || e->request.wants_rows || alps->options.page_budget > 0 ||
+      !isfinite(p->budget_us))
     return false;
   int32_t n_chunk = room_for(p, e);
   if (n_chunk > alps->options.slice_tokens) n_chunk = alps->options.slice_tokens;
@@ -554,10 +579,12 @@ static void plan_slice(struct planner *p, int32_t id)
   if (!p->is_more) note_growth(p, e);
   int32_t n = alps->slice_n, left = e->request.n_known - e->n_computed;
   double budget_us = e->request.service_class > p->busiest ? p->budget_lower_us : p->budget_us;
+  const double items_us = plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0;
   plan->slice_begins = id != alps->slice_id;
   if (plan->slice_begins) {
+    const int32_t longest = longest_sliced(alps, e, budget_us - items_us);
     n = room_for(p, e);
-    if (n > alps->options.slice_tokens) n = alps->options.slice_tokens;
+    if (n > longest) n = longest;
     int32_t need = page_need(alps, e, n);
     p->n_available -= need;
     plan->n_reserved_pages += need;
@@ -565,7 +592,6 @@ static void plan_slice(struct planner *p, int32_t id)
   }
   plan->slice = (struct alps_item){.id = id, .n_tokens = n, .is_last = n == left};
   plan->slice_class = e->request.service_class;
-  double items_us = plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0;
   if (!p->is_more) plan->slice_is_behind = alps->options.slices_behind && plan->n_items > 0;
   if (plan->slice_is_behind) {
     double end_us = fmin(budget_us, SLICE_END * budget_us / alps->margin), least_us = slice_least_us(p, e);
@@ -758,6 +784,7 @@ static void note_planned_slice(const struct planner *p)
   const struct alps_plan *plan = p->plan;
   if (plan->slice.id < 0) return;
   if (plan->slice_begins) {
+    if (alps->slice_id >= 0) alps->given_up_class = alps->entries[alps->slice_id].request.service_class;
     alps->slice_spent_us = 0;
     alps->slice_work = (struct alps_cost_work){0};
     alps_cost_add_chunk(&alps->slice_work, plan->slice.n_tokens, alps->entries[plan->slice.id].n_computed);
@@ -783,9 +810,21 @@ static void add_decode(struct planner *p, int32_t id)
   p->plan->n_reserved_pages += page_need(alps, e, 1);
   p->n_available -= page_need(alps, e, 1);
   p->rows_left--;
+  if (p->plan->n_joined++ == 0) p->plan->joined_us = p->plan->sliced_us;
   p->plan->n_decode++;
   add_item(p, id, 1, true);
   alps_cost_add_decode(&p->plan->work, e->request.n_known);
+}
+
+/* Whose prompts have ended in a step without decodes wait for no more than the target from there on. */
+static void hurry(struct planner *p)
+{
+  const struct alps *alps = p->alps;
+  const double target_us = (double)alps->options.itl_target_us;
+  if (target_us <= 0 || p->plan->n_joined == 0 || p->plan->n_joined < p->plan->n_decode) return;
+  const double left_us = (double)(p->plan->joined_us - p->plan->sliced_us) + alps->margin * target_us;
+  p->budget_us = fmin(p->budget_us, left_us);
+  p->budget_lower_us = fmin(p->budget_lower_us, left_us);
 }
 
 /* Behind the items only the same prompt goes on: the others' tokens wait, and theirs would be of the next step anyway. */
@@ -819,6 +858,7 @@ bool alps_plan_more(struct alps *alps, int32_t n_available, bool has_time, alps_
     if (has_time) plan_next_chunk(&p, ended);
   } else {
     add_decode(&p, ended);
+    hurry(&p);
     if (has_time) {
       gather_prefill(&p);
       plan_prefill(&p, admit, user);

@@ -315,6 +315,8 @@ void engine_draft_result(struct sits_engine *engine, struct engine_choice *choic
 int32_t engine_draw_token(const struct sits_engine *engine, struct engine_sampler *sampler, const struct engine_choice *choice,
                           int32_t n_tokens, const float *logits);
 void engine_outputs(struct sits_engine *engine, const struct backend_result *result);
+/* The planner is told what the choice holds now. */
+void engine_tell_entry(struct sits_engine *engine, const struct engine_choice *choice);
 void engine_finish(struct sits_engine *engine, struct engine_choice *choice, enum sits_finish finish, enum sits_status status,
                    int32_t token);
 void engine_finish_all(struct sits_engine *engine, struct sits_request *request, enum sits_finish finish, enum sits_status status);

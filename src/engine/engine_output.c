@@ -206,7 +206,7 @@ static void prompt_row(struct sits_engine *engine, struct sits_request *request,
   request->next_prompt_row = row->position + 2;
 }
 
-static void update_entry(struct sits_engine *engine, const struct engine_choice *choice)
+void engine_tell_entry(struct sits_engine *engine, const struct engine_choice *choice)
 {
   const int32_t *pages;
   int32_t n_pages = kv_pages(engine->pages, choice->slot, &pages);
@@ -248,7 +248,7 @@ static void fork_choices(struct sits_engine *engine, struct engine_choice *lead,
   request->is_forked = true;
   for (int32_t i = 0; i < request->n_choices; i++) {
     struct engine_choice *choice = &request->choices[i];
-    if (choice != lead && !choice->is_done) update_entry(engine, choice);
+    if (choice != lead && !choice->is_done) engine_tell_entry(engine, choice);
   }
 }
 
@@ -280,7 +280,7 @@ static void draw_rows(struct sits_engine *engine, struct engine_choice *choice, 
   engine->stats.spec_accepted_tokens += (uint64_t)n_accepted;
   for (int32_t i = 0; i < n_accepted; i++) engine->stats.spec_accepted_at[i < ENGINE_SPEC_POSITIONS ? i : ENGINE_SPEC_POSITIONS - 1]++;
   if (finish != SITS_FINISH_NONE) engine_finish(engine, choice, finish, SITS_OK, finish == SITS_FINISH_STOP ? token : -1);
-  else update_entry(engine, choice);
+  else engine_tell_entry(engine, choice);
 }
 
 static void count_compute(struct sits_engine *engine, struct sits_request *request)
@@ -313,7 +313,7 @@ void engine_outputs(struct sits_engine *engine, const struct backend_result *res
     } else {
       commit(engine, choice, item->n_tokens);
       if (item->is_last) engine_finish_all(engine, request, SITS_FINISH_LENGTH, SITS_OK); /* max_tokens == 0 */
-      else update_entry(engine, choice);
+      else engine_tell_entry(engine, choice);
     }
   }
 }

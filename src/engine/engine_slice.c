@@ -69,7 +69,11 @@ static bool begin(struct sits_engine *engine)
   const int32_t from = choice->n_computed, end = from + item->n_tokens, *pages;
   int32_t n_moves = 0;
   struct kv_move move;
-  engine_slice_drop(engine, slice->id);
+  if (slice->id >= 0) { /* that of a lower class */
+    struct engine_choice *given_up = engine->by_id[slice->id];
+    engine_slice_drop(engine, given_up->id);
+    engine_tell_entry(engine, given_up);
+  }
   slice->is_ahead = false;
   enum sits_status status = kv_reserve(engine->pages, choice->slot, end, &move, &n_moves);
   if (status == SITS_OK && n_moves > 0) {

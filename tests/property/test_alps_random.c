@@ -31,7 +31,7 @@ struct world {
   int32_t n_pages_free;
   int64_t now_us;
   int32_t slice_tokens, slice_id, slice_n; /* the chunk in slices */
-  int64_t n_slices, n_more, n_preempted, n_left, n_came, n_hurried, n_finished, n_planned, oldest_us;
+  int64_t n_slices, n_given_up, n_more, n_preempted, n_left, n_came, n_hurried, n_finished, n_planned, oldest_us;
   bool is_twin_turn;
 };
 
@@ -279,11 +279,23 @@ static void execute(struct world *w, const struct alps_plan *plan)
   for (int32_t i = 0; i < plan->n_items; i++) execute_item(w, &items[i]);
 }
 
+/* The chunk of a lower class that was being read in slices makes room for that of entry `id`, if there is one. */
+static void give_up_slice(struct world *w, int32_t id)
+{
+  struct entry *e = &w->entries[w->slice_id];
+  if (w->n_slices == 0 || w->slice_id == id || !e->is_running || e->is_coming || e->n_pages <= pages_for(e->n_computed)) return;
+  w->n_pages_free += e->n_pages - pages_for(e->n_computed);
+  e->n_pages = pages_for(e->n_computed);
+  update(w, w->slice_id);
+  w->n_given_up++;
+}
+
 /* A slice: its pages when the chunk begins; now and then it ends, or could not begin. */
 static void execute_slice(struct world *w, struct alps_plan *plan, struct alps_plan *twin)
 {
   struct alps_item item = plan->slice;
   struct entry *e = &w->entries[item.id];
+  if (plan->slice_begins) give_up_slice(w, item.id);
   if (plan->slice_begins && draw(w, 20) == 0) {
     alps_drop_slice(w->alps);
     alps_drop_slice(w->twin);
@@ -430,6 +442,7 @@ static int64_t run(uint64_t seed, int64_t n_operations, int64_t itl_target_us, i
   assert_true(w->n_preempted > 0 && w->n_left > 0 && w->n_came > 0);
   assert_true(w->n_finished > 100);
   assert_true(slice_tokens == 0 || w->n_slices > 100);
+  assert_true(slice_tokens > 0 && slices == BEHIND ? w->n_given_up > 5 : w->n_given_up == 0);
   assert_true(slices != BEFORE ? w->n_more > 20 : w->n_more == 0);
   alps_destroy(w->alps);
   alps_destroy(w->twin);
