@@ -107,7 +107,8 @@ static bool begin(struct sits_engine *engine)
   return true;
 }
 
-/* Time for one more piece of work? Where the backend does not say how long, pieces take about as long as the longest of the last few. */
+/* Time for one more piece of work? Where the backend does not say how long, pieces take about as long as the longest of the last few; one
+ * that took far longer was interrupted, and would leave many slices without a second piece if it were believed. */
 static bool go_on(void *user, int64_t end_us)
 {
   struct sits_engine *engine = user;
@@ -120,7 +121,7 @@ static bool go_on(void *user, int64_t end_us)
     if (is_first && engine->plan.sliced_us == 0) return true; /* never nothing */
   } else {
     if (is_first) return true;
-    if (gap_us > slice->gap_us) slice->gap_us = gap_us;
+    if (gap_us > slice->gap_us) slice->gap_us = slice->gap_us > 0 && gap_us > 2 * slice->gap_us ? 2 * slice->gap_us : gap_us;
     else slice->gap_us -= (slice->gap_us - gap_us + GAP_FADE - 1) / GAP_FADE;
     end_us = now_us + slice->gap_us;
   }
