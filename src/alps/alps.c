@@ -344,13 +344,11 @@ static void control(struct alps *alps, const struct alps_plan *plan, int64_t ste
   else alps->sequence_cap = fmin(alps->options.max_seqs, alps->sequence_cap + 1);
 }
 
-/* Steps without prompts show what drafts cost; one far beyond the usual for its tokens is a hiccup. */
+/* Steps without prompts show what drafts cost. */
 static void note_verify(struct alps *alps, const struct alps_plan *plan, double step_us)
 {
-  static const double HICCUP = 2;
-  if (plan->n_items != plan->n_decode || plan->n_items == 0) return;
-  if (alps->decode_us > 0 && step_us > HICCUP * alps->decode_us * (1 + plan->n_tokens / (double)plan->n_items)) return;
-  alps_verify_observe(&alps->verify, plan->n_tokens, step_us);
+  if (plan->n_items == plan->n_decode && plan->n_items > 0) alps_verify_observe(&alps->verify, plan->n_tokens, step_us);
+  else alps_verify_pause(&alps->verify);
 }
 
 void alps_note_slice(struct alps *alps, const struct alps_plan *plan, int64_t own_us)
