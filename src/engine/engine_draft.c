@@ -4,8 +4,8 @@
  * Places are those with the longest match of up to ENGINE_LONGEST_MATCH tokens. The draft follows them token by token: what most of them
  * went on with, the newest deciding among equals, and those that went on otherwise are left behind. Where the newest token has no match, or
  * a match of it alone, but the tokens before it have a long one, that place is resumed behind the token that stood there instead: an edit
- * replaces a word and goes on. How likely a token is right depends on how long its match is, the drafted tokens included, and on whether
- * its places agree, or on its distance from a replaced token; shares of right tokens of each kind are learned from all sequences
+ * replaces a word and goes on. How likely a token is right depends on how long its match is, the drafted tokens included, and on how
+ * many of its places agree, or on its distance from a replaced token; shares of right tokens of each kind are learned from all sequences
  * together. The planner takes as many tokens as pay at those chances.
  *
  * A draft lies behind the known tokens of a choice and is verified by the next step: one row of logits per drafted token, each drawn as
@@ -18,6 +18,7 @@
 
 enum { MOST_PLACES = 64, LOOK_BACK = 16384, POOR_WAIT = 4, FAILED_WAIT = 16 };
 enum { SURE_MATCH = 5 };  /* before a strange token: from here on its place is resumed */
+enum { HALF_AGREE, MOST_AGREE, ALL_AGREE }; /* half of a match's places at most, more, all */
 enum { FIRST_RESUMED = ENGINE_LOOKUP_KINDS - ENGINE_RESUMED };
 
 static const float START[ENGINE_LONGEST_MATCH + 1] = {0, 0.25f, 0.45f, 0.55f, 0.65f, 0.75f, 0.75f, 0.8f, 0.8f}, START_DISPUTED = 0.7f,
@@ -31,7 +32,8 @@ struct places { int32_t end[MOST_PLACES], n, length; bool is_resumed; };
 
 static float start_of(int32_t kind)
 {
-  return kind >= FIRST_RESUMED ? START_RESUMED : START[kind / 2] * (kind % 2 ? 1 : START_DISPUTED);
+  if (kind >= FIRST_RESUMED) return START_RESUMED;
+  return START[kind / ENGINE_AGREEMENTS] * (kind % ENGINE_AGREEMENTS == ALL_AGREE ? 1 : START_DISPUTED);
 }
 
 void engine_draft_init(struct sits_engine *engine)
@@ -75,15 +77,15 @@ static void find_places(const int32_t *tokens, int32_t known, struct places *out
 }
 
 /* Kind of the n-th drafted token. */
-static int32_t kind_of(const struct places *places, int32_t n, bool agree)
+static int32_t kind_of(const struct places *places, int32_t n, int32_t agreement)
 {
   if (places->is_resumed) return FIRST_RESUMED + (n < ENGINE_RESUMED ? n : ENGINE_RESUMED - 1);
-  return 2 * (places->length + n < ENGINE_LONGEST_MATCH ? places->length + n : ENGINE_LONGEST_MATCH) + agree;
+  return ENGINE_AGREEMENTS * (places->length + n < ENGINE_LONGEST_MATCH ? places->length + n : ENGINE_LONGEST_MATCH) + agreement;
 }
 
-/* What most places went on with after `ahead` tokens; the others are dropped. *agree: there were none. A place may run on into the draft
+/* What most places went on with after `ahead` tokens; the others are dropped. A place may run on into the draft
  * itself: a period. */
-static int32_t vote(const int32_t *tokens, int32_t ahead, struct places *places, bool *agree)
+static int32_t vote(const int32_t *tokens, int32_t ahead, struct places *places, int32_t *agreement)
 {
   int32_t best = 0, most = 0, n = 0;
   for (int32_t i = 0; i < places->n && most <= places->n - i; i++) {
@@ -93,7 +95,7 @@ static int32_t vote(const int32_t *tokens, int32_t ahead, struct places *places,
     most = votes;
     best = token;
   }
-  *agree = most == places->n;
+  *agreement = most == places->n ? ALL_AGREE : 2 * most > places->n ? MOST_AGREE : HALF_AGREE;
   for (int32_t i = 0; i < places->n; i++) {
     if (tokens[places->end[i] + ahead] == best) places->end[n++] = places->end[i];
   }
@@ -126,9 +128,9 @@ static bool draft_for(struct sits_engine *engine, struct engine_choice *choice)
   find_places(choice->tokens, known, &places);
   if (places.n == 0 || (engine->drafter && places.length < 2)) return false;
   for (int32_t n = 0; n < most; n++) {
-    bool agree;
-    choice->tokens[known + n] = vote(choice->tokens, n, &places, &agree);
-    const int32_t kind = kind_of(&places, n, agree);
+    int32_t agreement;
+    choice->tokens[known + n] = vote(choice->tokens, n, &places, &agreement);
+    const int32_t kind = kind_of(&places, n, agreement);
     engine->lookup_right[kind] += LOOKUP_HOPE * (start_of(kind) - engine->lookup_right[kind]);
     choice->draft_lookup[n] = (uint8_t)kind;
     choice->draft_chance[n] = engine->lookup_right[kind];

@@ -33,8 +33,9 @@ enum engine_draft_kind { DRAFT_LOOKUP, DRAFT_MODEL };
 #define ENGINE_MOST_DRAFT 64      /* tokens */
 #define ENGINE_LONGEST_MATCH 8    /* tokens before a looked-up one that are compared */
 #define ENGINE_RESUMED 2          /* kinds of tokens where a place is resumed: the first, further ones */
-/* The others: by length of the match, and by whether all places of it agree. */
-#define ENGINE_LOOKUP_KINDS (2 * (ENGINE_LONGEST_MATCH + 1) + ENGINE_RESUMED)
+#define ENGINE_AGREEMENTS 3       /* of a match's places: half at most, most, all */
+/* The others: by length of the match, and by its places' agreement. */
+#define ENGINE_LOOKUP_KINDS (ENGINE_AGREEMENTS * (ENGINE_LONGEST_MATCH + 1) + ENGINE_RESUMED)
 
 /* How a choice's guesses by the draft model fare. */
 struct engine_guesses {
