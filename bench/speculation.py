@@ -5,7 +5,8 @@
   speed  one stream; passages to summarise and to quote, code to edit (four short functions, and thirty of 8 to 25 lines from bench/), each
          answer to its own end: tokens/s with and without prompt lookup, runs taken in turns, each answer's time the median of its rounds;
          `bound` is what the share of tokens that came from drafts would give if verifying cost nothing, `loops` how many answers end in a
-         loop, which drafts follow easily, and `ratio_without_loops` the gain without those
+         loop, which drafts follow easily, `ratio_without_loops` the gain without those, and `ratio_least` the gain by
+         each answer's least time
   busy   as many streams as speculative-max-running, each replaced when it ends: sits2026-bench engine --scenario speculation
 
 Prints one JSON object; --json FILE writes it. The servers run at the same time and take turns, so that what else the machine does meets
@@ -151,6 +152,8 @@ def speed(servers, texts, rounds):
         out[kind]["bound"] = round(n / (n - out[kind]["accepted"]), 2)
         out[kind]["ratio"] = round(out[kind]["lookup"] / out[kind]["off"], 2)
         whole = {name: sum(s for s, is_loop in zip(seconds[name], loops) if not is_loop) for name in servers}
+        least = {name: sum(map(min, times[name])) for name in servers}
+        out[kind]["ratio_least"] = round(least["off"] / least["lookup"], 2)
         out[kind] |= {"answers": len(bodies), "loops": sum(loops), "ratio_without_loops": round(whole["off"] / whole["lookup"], 2)}
     return out
 
