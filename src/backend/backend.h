@@ -189,16 +189,16 @@ struct backend_vtable {
   enum sits_status (*wait)(struct backend_program *program, struct backend_result *result);
 
   /* Slices: a prompt's chunk that runs piece by piece between the program's own batches. A lane is a second workspace on the program's
-   * weights, for batches of one sequence, at most max_tokens tokens and one row; program_destroy ends it, before the program. All NULL in
-   * a backend that cannot. lane_open: SITS_UNSUPPORTED where the kv's codec does not allow it. lane_begin: checks as submit does; what the
-   * lane held is given up. The batch and its arrays stay as they are, and the pages it writes nobody else's, until it is done or given
-   * up. lane_run computes until the batch is done or go_on(user) says no; it is asked every few hundred microseconds, on the calling
-   * thread. *end_us: when what is still running ends, as far as known (clock_monotonic_us), 0: nothing runs; a batch submitted meanwhile
-   * comes behind it. Once *is_done, wait(lane) gives the result, valid until the next lane_begin. lane_ahead, after submit: one piece more
-   * begins behind the batch just submitted, so that the device has work while the caller takes that batch's results; the next lane_run
-   * goes on from it. Nothing happens where no batch has begun or its last piece is next. NULL: not offered. lane_tokens: a chunk of so
-   * many computes about as
-   * well as any (0: 128). */
+   * weights, for batches of one sequence, at most max_tokens tokens and one row; program_destroy ends it, before the program and the page
+   * memory. All NULL in a backend that cannot. lane_open: SITS_UNSUPPORTED where the kv's codec does not allow it. lane_begin: checks as
+   * submit does; what the lane held is given up. lane_drop: that alone, also when the device has failed; nothing held: nothing happens.
+   * The batch and its arrays stay as they are, and the pages it writes nobody else's, until it is done or given up. lane_run computes
+   * until the batch is done or go_on(user) says no; it is asked every few hundred microseconds, on the calling thread. *end_us: when what
+   * is still running ends, as far as known (clock_monotonic_us), 0: nothing runs; a batch submitted meanwhile comes behind it. Once
+   * *is_done, wait(lane) gives the result, valid until the next lane_begin or lane_drop. lane_ahead, after submit: one piece more begins
+   * behind the batch just submitted, so that the device has work while the caller takes that batch's results; the next lane_run goes on
+   * from it. Nothing happens where no batch has begun or its last piece is next. NULL: not offered. lane_tokens: a chunk of so many
+   * computes about as well as any (0: 128). */
   int32_t lane_tokens;
   int32_t tile_tokens; /* tokens of a step with prompts are computed in tiles of so many, beyond the first; 0: one by one */
   enum sits_status (*lane_open)(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
@@ -206,6 +206,7 @@ struct backend_vtable {
   enum sits_status (*lane_begin)(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch);
   enum sits_status (*lane_run)(struct backend_program *lane, backend_go_on *go_on, void *user, bool *is_done, int64_t *end_us);
   enum sits_status (*lane_ahead)(struct backend_program *lane, bool *has_begun);
+  void (*lane_drop)(struct backend_program *lane);
 
   void (*stats)(const struct backend_program *program, struct backend_stats *out); /* NULL in a backend without any */
 

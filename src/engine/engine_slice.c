@@ -48,6 +48,7 @@ void engine_slice_drop(struct sits_engine *engine, int32_t id)
   if (engine->slice.id != id || id < 0) return;
   struct engine_choice *choice = engine->by_id[id];
   engine->slice.id = -1;
+  engine->options.vtable->lane_drop(engine->slice.lane);
   if (choice->slot >= 0) kv_commit(engine->pages, choice->slot, choice->tokens + choice->n_computed, 0); /* gives back what was reserved */
 }
 

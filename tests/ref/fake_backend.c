@@ -418,12 +418,18 @@ static enum sits_status lane_ahead(struct backend_program *lane, bool *has_begun
   return SITS_OK;
 }
 
+static void lane_drop(struct backend_program *lane)
+{
+  if (lane->batch != NULL) atomic_fetch_add(&lane->rig->n_lanes_dropped, 1);
+  lane->batch = NULL;
+}
+
 const struct backend_vtable *fake_slicing_vtable(void)
 {
   static const struct backend_vtable slicing = {
       .abi = BACKEND_ABI, .name = "fake", .kv_page_bytes = page_bytes, .kv_copy_pages = copy_pages, .kv_read_page = read_page,
       .kv_write_page = write_page, .submit = submit, .wait = wait_batch, .lane_open = lane_open, .lane_begin = lane_begin,
-      .lane_run = lane_run, .lane_ahead = lane_ahead, .program_destroy = lane_destroy,
+      .lane_run = lane_run, .lane_ahead = lane_ahead, .lane_drop = lane_drop, .program_destroy = lane_destroy,
   };
   return &slicing;
 }

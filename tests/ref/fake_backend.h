@@ -38,6 +38,7 @@ struct fake_rig {
   int64_t busy_until_us;         /* tells_ends: by what lanes were left to run */
   atomic_int n_ahead;            /* pieces begun ahead */
   atomic_int n_lanes_begun, n_slices; /* chunks read in slices; slices that did not end one */
+  atomic_int n_lanes_dropped;    /* chunks given up */
   atomic_int n_steps;
   atomic_int n_reads, n_writes;  /* pages, to and from host memory */
   atomic_int fail_at_page;       /* of those the one (from 1) that returns SITS_INTERNAL; 0 = none */

@@ -167,6 +167,12 @@ static enum sits_status cpu_lane_run(struct backend_program *lane, backend_go_on
   return SITS_OK;
 }
 
+static void cpu_lane_drop(struct backend_program *lane)
+{
+  lane->batch.in = NULL;
+  lane->has_result = false;
+}
+
 static enum sits_status cpu_wait(struct backend_program *p, struct backend_result *result)
 {
   if (!p->has_result) return SITS_INVALID_ARGUMENT;
@@ -205,4 +211,5 @@ const struct backend_vtable backend_cpu = {
     .lane_open = cpu_lane_open,
     .lane_begin = cpu_lane_begin,
     .lane_run = cpu_lane_run,
+    .lane_drop = cpu_lane_drop,
 };

@@ -356,6 +356,7 @@ const struct backend_vtable backend_cuda = {
     .lane_begin = cuda_lane_begin,
     .lane_run = cuda_lane_run,
     .lane_ahead = cuda_lane_ahead,
+    .lane_drop = cuda_lane_drop,
     .stats = cuda_stats,
     .choose_devices = cuda_choose_devices,
     .collectives = cuda_comm_table,

@@ -320,8 +320,9 @@ enum sits_status cuda_lane_open(struct backend_program *program, const struct ba
 enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch);
 enum sits_status cuda_lane_ahead(struct backend_program *lane, bool *has_begun);
 enum sits_status cuda_lane_run(struct backend_program *lane, backend_go_on *go_on, void *user, bool *is_done, int64_t *end_us);
+void cuda_lane_drop(struct backend_program *lane);
 int64_t cuda_lane_us(const struct backend_program *lane); /* that its newest batch has computed */
-void cuda_lane_fini(struct backend_program *lane);        /* its events; no lane: nothing */
+void cuda_lane_fini(struct backend_program *lane);        /* what it holds, its events; no lane: nothing */
 
 /* ---- cuda.c: parts of a submit, for lanes too ---- */
 /* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. n_drawn: rows that the batch in flight

@@ -1,5 +1,5 @@
 /* A prompt's chunk computed in slices between the program's own batches (backend.h: lanes). Entry points: cuda_lane_open, cuda_lane_begin,
- * cuda_lane_run, cuda_lane_ahead.
+ * cuda_lane_run, cuda_lane_ahead, cuda_lane_drop.
  *
  * A lane is a copy of its program with what must last from one part of a layer to the next for itself: the residual stream, activations,
  * the index arrays, the last row's logits. Everything else is scratch of one part, shared with the program, for both use one stream and a
@@ -68,8 +68,21 @@ static enum sits_status make_events(struct backend_program *lane)
   return SITS_OK;
 }
 
+/* What the lane holds is given up. A piece of it may still run: what others do from now on comes behind it. */
+void cuda_lane_drop(struct backend_program *lane)
+{
+  struct cuda_lane *state = lane->lane;
+  if (state->phase == BEGUN) {
+    cuda_kept_release(state->kv, false);
+    cuda_kv_release(state->kv);
+  }
+  state->phase = IDLE;
+  lane->next_slot = lane->n_pending = 0;
+}
+
 void cuda_lane_fini(struct backend_program *lane)
 {
+  if (lane->lane != NULL) cuda_lane_drop(lane);
   for (int32_t i = 0; lane->lane != NULL && i < PLACES; i++) {
     const struct piece *piece = &lane->lane->pieces[i];
     if (piece->begin) (void)cudaEventDestroy(piece->begin);
@@ -112,16 +125,10 @@ enum sits_status cuda_lane_open(struct backend_program *program, const struct ba
   return SITS_OK;
 }
 
-/* What the lane holds is given up; the arrays from which its inputs are copied are free again. */
-static enum sits_status give_up(struct backend_program *lane)
+/* The arrays from which a given-up batch's inputs are copied are free again. */
+static enum sits_status wait_for_pieces(struct backend_program *lane)
 {
   struct cuda_lane *state = lane->lane;
-  if (state->phase == BEGUN) {
-    cuda_kept_release(state->kv, false);
-    cuda_kv_release(state->kv);
-  }
-  state->phase = IDLE;
-  lane->next_slot = lane->n_pending = 0;
   if (state->n_running == 0) return SITS_OK;
   const int32_t newest = (state->oldest + state->n_running - 1) % PLACES;
   state->n_running = 0;
@@ -133,7 +140,8 @@ enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv
   struct cuda_lane *state = lane->lane;
   if (lane->backend->is_failed) return SITS_DEVICE;
   cuda_enter(lane->backend);
-  TRY(give_up(lane));
+  cuda_lane_drop(lane);
+  TRY(wait_for_pieces(lane));
   if (b->n_seqs != 1 || !cuda_batch_is_valid(lane, kv, b, 0)) return SITS_INVALID_ARGUMENT;
   state->batch = b;
   state->kv = kv;

@@ -128,6 +128,11 @@ static void test_given_up(void **state)
     assert_int_equal(rig.vt->lane_begin(lane, rig.kv, &c.batch), SITS_OK);
     assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){patience, 0}, &is_done, &end_us), SITS_OK);
     assert_int_equal(rig.vt->wait(lane, &result), is_done ? SITS_OK : SITS_INVALID_ARGUMENT);
+    if (patience % 2 == 1) { /* said at once, or only by what comes next */
+      rig.vt->lane_drop(lane);
+      assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){1 << 30, 0}, &is_done, &end_us), SITS_INVALID_ARGUMENT);
+      assert_int_equal(rig.vt->wait(lane, &result), SITS_INVALID_ARGUMENT);
+    }
     assert_int_equal(rig.vt->lane_begin(lane, rig.kv, &d.batch), SITS_OK);
     assert_int_equal(rig.vt->lane_run(lane, go_on, &(struct patience){1 << 30, 0}, &is_done, &end_us), SITS_OK);
     assert_true(is_done);

@@ -129,9 +129,11 @@ static void test_cancelled(void **state)
   (void)state;
   open_scene();
   sits_request_cancel(scene.longer, -1);
+  assert_int_equal(atomic_load(&scene.rig.fake.n_lanes_dropped), 0);
   engine_step_once(scene.rig.engine);
   assert_int_equal(rig_drain(scene.longer, &scene.long_answer, 1), 1);
   assert_int_equal(scene.long_answer.finish, SITS_FINISH_CANCELLED);
+  assert_int_equal(atomic_load(&scene.rig.fake.n_lanes_dropped), 1); /* at once, not when another chunk begins */
   sits_request_release(scene.longer);
   close_scene();
 }
