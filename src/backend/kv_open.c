@@ -1,8 +1,6 @@
 /* Slots of open groups; see kv_open.h. */
 #include "backend/kv_open.h"
 
-#include <stdbool.h>
-
 #include "backend/backend.h"
 #include "base/mem.h"
 
@@ -12,6 +10,7 @@
 struct slot {
   int32_t key;                       /* page * groups per page + group; NONE = unused */
   int32_t n_tokens;                  /* in the group; all of them = complete, and folded into the page */
+  int32_t n_before;                  /* the same before the newest batch that used it */
   uint64_t used;                     /* batch number of the last use */
   bool is_held;
 };
@@ -59,6 +58,7 @@ static void forget(struct kv_open *o, int32_t slot)
 {
   if (o->slots[slot].key != NONE) o->slot_of[o->slots[slot].key] = NONE;
   o->slots[slot].key = NONE;
+  o->slots[slot].is_held = false;
 }
 
 /* What taking a slot costs: nothing, untouched memory, or a fold. */
@@ -115,6 +115,7 @@ void kv_open_begin(struct kv_open *o, const struct backend_batch *batch, int32_t
         tile = -1 - n_scratch++;
       } else {
         tile = slot_for(o, key, before);
+        o->slots[tile].n_before = before;
         o->slots[tile].n_tokens = before + n;
       }
       for (int32_t i = 0; i < n; i++) tiles[t + i] = tile;
@@ -128,9 +129,16 @@ void kv_open_hold(struct kv_open *o)
   for (int32_t i = 0; i < o->n_slots; i++) o->slots[i].is_held = o->slots[i].key != NONE && o->slots[i].used == o->n_batches;
 }
 
-void kv_open_release(struct kv_open *o)
+void kv_open_release(struct kv_open *o, bool is_whole)
 {
-  for (int32_t i = 0; i < o->n_slots; i++) o->slots[i].is_held = false;
+  for (int32_t i = 0; i < o->n_slots; i++) {
+    struct slot *s = &o->slots[i];
+    if (s->is_held && !is_whole) {
+      s->n_tokens = s->n_before; /* some layers may have more, and have folded it; the sequence says it again */
+      if (s->n_before == 0) forget(o, i);
+    }
+    s->is_held = false;
+  }
 }
 
 void kv_open_written(struct kv_open *o, int32_t page)

@@ -17,6 +17,7 @@
 #ifndef SITS_BACKEND_KV_OPEN_H
 #define SITS_BACKEND_KV_OPEN_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 struct backend_batch;
@@ -39,9 +40,10 @@ void kv_open_destroy(struct kv_open *open);
 /* Decide where the keys of every token of the batch go: tiles[t] is a slot, or -1 - i, the i-th group that needs none. */
 void kv_open_begin(struct kv_open *open, const struct backend_batch *batch, int32_t *tiles);
 
-/* The slots of the newest batch are recycled by no other until kv_open_release: it goes on while others run. One such batch at a time. */
+/* The slots of the newest batch are recycled by no other until kv_open_release: it goes on while others run. One such batch at a time.
+ * is_whole: it has run to its end; else its groups hold what they held before it, and what it appended is appended again, if at all. */
 void kv_open_hold(struct kv_open *open);
-void kv_open_release(struct kv_open *open);
+void kv_open_release(struct kv_open *open, bool is_whole);
 
 void kv_open_copied(struct kv_open *open, int32_t from_page, int32_t to_page); /* after the copy of the page's bytes */
 void kv_open_written(struct kv_open *open, int32_t page);                      /* its slots are stale */

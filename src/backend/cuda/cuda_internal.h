@@ -338,9 +338,9 @@ enum sits_status cuda_batch_finish(struct backend_program *p, struct cuda_slot *
 /* ---- cuda_kv.c ---- */
 /* Give every group that the batch writes a slot; open_slot: [S][2] (kernels.h). Nothing to do for codecs without open groups. */
 void cuda_kv_begin(struct backend_kv *kv, const struct backend_batch *batch, int32_t *open_slot);
-/* The newest batch goes on while others run (a lane's); it has ended. */
+/* The newest batch goes on while others run (a lane's); it has ended, or was given up. */
 void cuda_kv_hold(struct backend_kv *kv);
-void cuda_kv_release(struct backend_kv *kv);
+void cuda_kv_release(struct backend_kv *kv, bool is_whole);
 uint64_t cuda_kv_page_bytes(const struct kv_geometry *geometry);
 enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
                                 struct sits_error *err);

@@ -128,9 +128,9 @@ void cuda_kv_hold(struct backend_kv *kv)
   if (kv->open != NULL) kv_open_hold(kv->open);
 }
 
-void cuda_kv_release(struct backend_kv *kv)
+void cuda_kv_release(struct backend_kv *kv, bool is_whole)
 {
-  if (kv->open != NULL) kv_open_release(kv->open);
+  if (kv->open != NULL) kv_open_release(kv->open, is_whole);
 }
 
 /* Room for the longest sequence, and for some shorter ones together. */

@@ -74,7 +74,7 @@ void cuda_lane_drop(struct backend_program *lane)
   struct cuda_lane *state = lane->lane;
   if (state->phase == BEGUN) {
     cuda_kept_release(state->kv, false);
-    cuda_kv_release(state->kv);
+    cuda_kv_release(state->kv, false);
   }
   state->phase = IDLE;
   lane->next_slot = lane->n_pending = 0;
@@ -327,7 +327,7 @@ enum sits_status cuda_lane_run(struct backend_program *lane, backend_go_on *go_o
   }
   while (state->n_running > 0) TRY(take(lane));
   cuda_kept_release(state->kv, true);
-  cuda_kv_release(state->kv);
+  cuda_kv_release(state->kv, true);
   state->phase = DONE;
   lane->next_slot = lane->n_pending = 1; /* for wait: slot 0 */
   *is_done = true;

@@ -139,15 +139,46 @@ static void test_held(void **state)
   begin(o, 5, 0, 3, tiles); /* slot 0 is complete, but its batch has not ended */
   assert_int_equal(tiles[0], 2);
   assert_string_equal(said, "fold 2 to 3.0 1; ");
-  kv_open_release(o);
+  kv_open_release(o, true);
   begin(o, 6, 0, 4, tiles);
   assert_int_equal(tiles[0], 0);
   kv_open_destroy(o);
 }
 
+/* A batch that is given up leaves its groups as they were: the one that it would have completed is folded before its slot goes to another,
+ * leaves the device with its keys, and is read back; the one that it began has nothing. */
+static void test_given_up(void **state)
+{
+  (void)state;
+  int32_t tiles[256];
+  for (int gone = 0; gone < 2; gone++) {
+    struct kv_open *o = make(2);
+    begin(o, 0, 0, 10, tiles);
+    begin(o, 0, 10, 30, tiles); /* completes slot 0, begins slot 1 */
+    kv_open_hold(o);
+    if (gone == 1) kv_open_written(o, 0); /* another's now, which the hold must not reach */
+    if (gone == 1) begin(o, 0, 0, 3, tiles);
+    kv_open_release(o, false);
+    kv_open_visit(o, 0, visit, NULL);
+    assert_string_equal(said, gone ? "slot 0 group 0 3; " : "slot 0 group 0 10; ");
+    said[0] = 0;
+    begin(o, 3, 0, 1, tiles);
+    assert_int_equal(tiles[0], 1);
+    assert_string_equal(said, "");
+    begin(o, 4, 0, 2, tiles);
+    assert_int_equal(tiles[0], 0);
+    assert_string_equal(said, gone ? "fold 0 to 0.0 3; " : "fold 0 to 0.0 10; ");
+    said[0] = 0;
+    if (gone == 0) begin(o, 0, 10, 30, tiles); /* the sequence goes on after all */
+    if (gone == 0) assert_non_null(strstr(said, "unfold 0.0 to "));
+    kv_open_destroy(o);
+  }
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_which_groups_have_slots), cmocka_unit_test(test_recycled),
-                                     cmocka_unit_test(test_copied), cmocka_unit_test(test_held)};
+                                     cmocka_unit_test(test_copied), cmocka_unit_test(test_held),
+                                     cmocka_unit_test(test_given_up)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
