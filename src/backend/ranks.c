@@ -290,7 +290,9 @@ static enum sits_status compile_rank(struct rank *rank, const void *arg)
 {
   const struct program *program = arg;
   for (int32_t r = 0; r < rank->index; r++) program = program->next_rank;
-  return rank->owner->inner->compile(rank->backend, program, &rank->program, &rank->err);
+  const enum sits_status status = rank->owner->inner->compile(rank->backend, program, &rank->program, &rank->err);
+  if (status != SITS_OK) group_abort(rank->owner->group); /* whatever it is: the others meet here, and wait as long as it takes */
+  return status;
 }
 
 static enum sits_status destroy_program(struct rank *rank, const void *arg)

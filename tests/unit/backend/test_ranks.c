@@ -190,6 +190,33 @@ static void test_refusals(void **state)
   assert_int_equal(backend_ranks(backend_find("cpu"))->open(&options, &backend, &err), SITS_CONFIG);
 }
 
+/* One rank refuses its program: it is named, and the group is aborted, so that no other rank waits for it in a meeting of compile. */
+static void test_refused_by_one(void **state)
+{
+  (void)state;
+  const struct backend_vtable *vt = backend_ranks(backend_find("cpu"));
+  const struct backend_options options = {.n_threads = 1, .max_batch_tokens = 8, .max_seqs = 8, .n_ranks = 2};
+  struct backend *backend = NULL;
+  struct backend_program *compiled = NULL;
+  struct program *program = NULL;
+  struct sits_error err = {0};
+  struct synth synth;
+  synth_init(&synth, &cases[0].shape, 5);
+  RIG_OK(program_for_ranks(&synth.model, 0, NULL, 2, &program, &err), err);
+  RIG_OK(vt->open(&options, &backend, &err), err);
+  const int32_t dims = program->next_rank->rope.dims;
+  program->next_rank->rope.dims = 3;
+  assert_false(vt->is_lost(backend));
+  assert_int_equal(vt->compile(backend, program, &compiled, &err), SITS_INVALID_ARGUMENT);
+  assert_non_null(strstr(err.text, "rotary"));
+  assert_true(vt->is_lost(backend));
+  program->next_rank->rope.dims = dims;
+  assert_int_equal(vt->compile(backend, program, &compiled, &err), SITS_DEVICE); /* for good */
+  vt->close(backend);
+  program_destroy(program);
+  synth_fini(&synth);
+}
+
 /* A hung rank: the step ends with DEVICE soon after the time allowed, and so does everything after it; closing works. */
 static void test_hung_rank(void **state)
 {
@@ -250,6 +277,7 @@ static void test_stories(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_logits), cmocka_unit_test(test_compressed), cmocka_unit_test(test_pages),
-                                     cmocka_unit_test(test_refusals), cmocka_unit_test(test_hung_rank), cmocka_unit_test(test_stories)};
+                                     cmocka_unit_test(test_refusals), cmocka_unit_test(test_refused_by_one),
+                                     cmocka_unit_test(test_hung_rank), cmocka_unit_test(test_stories)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
