@@ -75,7 +75,10 @@ enum sits_status cuda_comm_exchange(struct cuda_comm *comm, const void *mine, si
 enum sits_status cuda_comm_measure(struct backend_program *p, struct sits_error *err) SITS_MUST_CHECK;
 int32_t cuda_comm_table(const struct backend_program *p, struct backend_collective *rows, int32_t max);
 
-/* cuda_topology.c: n devices from `first` on, each next one the best linked to the last. */
+/* cuda_topology.c: n devices from `first` on, each next one the best linked to the last of those that reach all before it. */
 enum sits_status cuda_choose_devices(int32_t first, int32_t n, int32_t *devices, struct sits_error *err);
+/* The same by distances [from][to], smaller is better; devices[0] is given. Returns how many were found. */
+#define CUDA_UNREACHABLE (1 << 20)
+int32_t cuda_choose_linked(const int *distances, int32_t n_devices, int32_t n, int32_t *devices);
 
 #endif
