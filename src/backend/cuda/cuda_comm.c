@@ -111,36 +111,49 @@ static void abort_nccl(void *user)
   if (!c->has_aborter) log_error("cuda", "no thread to abort NCCL: its kernels wait for ever");
 }
 
+/* Twice outside of any graph: the first calls make the library's connections. The communicator is taken from where an abort takes it. */
+static int warm_nccl(struct cuda_comm *c)
+{
+  struct CUstream_st *stream = (struct CUstream_st *)c->backend->stream;
+  int status = 0;
+  for (int32_t i = 0; i < 4 && status == 0; i++) {
+    struct nccl_comm *nccl = atomic_load(&c->nccl);
+    if (nccl == NULL) return 0; /* the group was aborted; the next meeting says so */
+    if (i < 2) status = nccl_all_reduce_f16(c->half, (size_t)c->width, nccl, stream);
+    else if (c->is_linked) status = nccl_all_gather_f32(c->local_logits, c->gathered, (size_t)c->gather.n_cols, nccl, stream);
+  }
+  return status;
+}
+
+/* From init on whoever aborts the group ends NCCL, too: a rank that is lost later keeps nobody. */
 static enum sits_status open_nccl(struct cuda_comm *c, struct sits_error *err)
 {
-  struct nccl_id id = {{0}}, ids[K_MAX_RANKS];
+  struct { struct nccl_id id; int status; } own = {0}, ids[K_MAX_RANKS];
   struct nccl_comm *comm = NULL;
   bool all[K_MAX_RANKS];
   const bool is_here = nccl_load();
   if (c->is_shared || (!is_here && !c->is_linked)) return SITS_OK; /* the same on all ranks: one process */
-  int status = 0;
   TRY(cuda_comm_exchange(c, &is_here, sizeof is_here, all, err));
   for (int32_t r = 0; r < c->n_ranks; r++)
     if (!all[r]) return sits_fail(err, SITS_UNSUPPORTED, "cuda: rank %d has no libnccl.so.2, by which processes reach each other", r);
-  if (c->rank == 0) status = nccl_unique_id(&id);
-  TRY(cuda_comm_exchange(c, &id, sizeof id, ids, err));
-  if (status == 0) status = nccl_comm_init(&comm, c->n_ranks, &ids[0], c->rank);
-  /* Twice outside of any graph: the first calls make the library's connections. */
-  for (int32_t i = 0; i < 2 && status == 0; i++)
-    status = nccl_all_reduce_f16(c->half, (size_t)c->width, comm, (struct CUstream_st *)c->backend->stream);
-  for (int32_t i = 0; i < 2 && status == 0 && c->is_linked; i++)
-    status = nccl_all_gather_f32(c->local_logits, c->gathered, (size_t)c->gather.n_cols, comm, (struct CUstream_st *)c->backend->stream);
+  if (c->rank == 0) own.status = nccl_unique_id(&own.id);
+  TRY(cuda_comm_exchange(c, &own, sizeof own, ids, err));
+  int status = ids[0].status; /* without an id nobody may wait for the others in init */
+  if (status == 0) status = nccl_comm_init(&comm, c->n_ranks, &ids[0].id, c->rank);
+  atomic_store(&c->nccl, comm);
+  group_on_abort(c->group, c->rank, abort_nccl, c);
+  if (status == 0) status = warm_nccl(c);
   TRY(CUDA_CALL(c->backend, cudaStreamSynchronize(c->backend->stream)));
   if (status != 0) log_warn("cuda", "NCCL cannot be used: %s", nccl_error(status));
   const bool mine = status == 0;
   bool has_all = true;
   TRY(cuda_comm_exchange(c, &mine, sizeof mine, all, err));
   for (int32_t r = 0; r < c->n_ranks; r++) has_all = has_all && all[r];
-  atomic_store(&c->nccl, comm);
-  if (has_all) group_on_abort(c->group, c->rank, abort_nccl, c);
-  else if (comm != NULL) nccl_comm_abort(atomic_exchange(&c->nccl, NULL));
-  if (!has_all && c->is_linked) return sits_fail(err, SITS_UNAVAILABLE, "cuda: NCCL does not connect the ranks");
-  return SITS_OK;
+  if (has_all) return SITS_OK;
+  group_on_abort(c->group, c->rank, NULL, NULL);
+  comm = atomic_exchange(&c->nccl, NULL);
+  if (comm != NULL) nccl_comm_abort(comm);
+  return c->is_linked ? sits_fail(err, SITS_UNAVAILABLE, "cuda: NCCL does not connect the ranks") : SITS_OK;
 }
 
 enum sits_status cuda_comm_open(struct backend_program *p, struct sits_error *err)
