@@ -28,6 +28,20 @@ void backend_wrap(struct backend_vtable *out, const struct backend_vtable *calls
   out->can_sample = inner->can_sample;
 }
 
+void kv_beside_of_ranks(const struct backend_vtable *inner, struct backend_program *const *programs, int32_t n,
+                        const struct kv_geometry *geometry, struct kv_beside *out)
+{
+  const struct kv_geometry share = kv_geometry_of_rank(geometry);
+  const uint64_t n_ranks = (uint64_t)(geometry->n_ranks > 1 ? geometry->n_ranks : 1);
+  *out = (struct kv_beside){0};
+  for (int32_t r = 0; r < n && inner->kv_beside != NULL; r++) {
+    struct kv_beside one;
+    inner->kv_beside(programs[r], &share, &one);
+    if (one.fixed_bytes * n_ranks > out->fixed_bytes) out->fixed_bytes = one.fixed_bytes * n_ranks;
+    if (one.spare_bytes * n_ranks > out->spare_bytes) out->spare_bytes = one.spare_bytes * n_ranks;
+  }
+}
+
 const char *kv_codec_name(enum kv_codec codec)
 {
   static const char *const names[KV_CODEC_COUNT] = {[KV_F16] = "f16", [KV_INT8] = "int8", [KV_INT4] = "int4", [KV_FP4] = "fp4",

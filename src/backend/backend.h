@@ -65,6 +65,14 @@ struct kv_geometry {
   int32_t n_pages;                 /* N; a page holds P tokens of every layer */
   int32_t max_tokens;              /* of the longest sequence; 0: not known, and a backend may refuse batches of very long ones */
   enum kv_codec codec;
+  uint64_t spare_bytes;            /* device memory that kv_create may take beside the pages and what goes with them, where that saves
+                                      time; 0: half of what is free then */
+};
+
+/* Device memory that goes with pages, beside them. */
+struct kv_beside {
+  uint64_t fixed_bytes;            /* what kv_create takes, and a lane of lane_tokens */
+  uint64_t spare_bytes;            /* what kv_create would take of kv_geometry.spare_bytes */
 };
 
 /* How to draw one row's token on the device: softmax(logits / temperature) cut by top-k, then min-p, then top-p. */
@@ -166,6 +174,7 @@ struct backend_vtable {
   uint64_t (*program_bytes)(const struct backend_program *program); /* device memory held: weights and workspaces */
 
   uint64_t (*kv_page_bytes)(const struct kv_geometry *geometry);    /* bytes of one page in all layers; 0 = codec not supported */
+  void (*kv_beside)(const struct backend_program *program, const struct kv_geometry *geometry, struct kv_beside *out); /* NULL: nothing */
   enum sits_status (*kv_create)(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
                                 struct sits_error *err);
   void (*kv_destroy)(struct backend_kv *kv);
@@ -223,6 +232,10 @@ struct backend_vtable {
 /* "cpu", "cuda", or "auto" (the best that works here). NULL when this build has no such backend. */
 const struct backend_vtable *backend_find(const char *name);
 
+/* kv_beside over n_ranks devices: the largest rank's, as often; `inner` may have none. programs: [n] of the ranks that are known here. */
+void kv_beside_of_ranks(const struct backend_vtable *inner, struct backend_program *const *programs, int32_t n,
+                        const struct kv_geometry *geometry, struct kv_beside *out);
+
 /* The same contract over n_ranks devices of one kind, a thread each (ranks.c): open takes options.n_ranks, compile the list that
  * program_for_ranks makes, kv_create the whole model's geometry with n_ranks. NULL: this backend has no such form. */
 const struct backend_vtable *backend_ranks(const struct backend_vtable *one);
@@ -230,7 +243,7 @@ const struct backend_vtable *backend_ranks(const struct backend_vtable *one);
 /* The table of a backend that passes its calls on to others of one kind: `calls`, with what the inner kind says of itself. */
 void backend_wrap(struct backend_vtable *out, const struct backend_vtable *calls, const struct backend_vtable *inner);
 
-/* The KV heads of one rank. */
+/* The KV heads of one rank, and its part of the memory. */
 struct kv_geometry kv_geometry_of_rank(const struct kv_geometry *whole);
 
 const char *kv_codec_name(enum kv_codec codec);

@@ -237,6 +237,12 @@ static uint64_t page_bytes_of(const struct backend_vtable *inner, const struct k
   return inner->kv_page_bytes(&share) * (uint64_t)(geometry->n_ranks > 1 ? geometry->n_ranks : 1);
 }
 
+static void nodes_kv_beside(const struct backend_program *program, const struct kv_geometry *geometry, struct kv_beside *out)
+{
+  const struct backend *b = set_of_program(program);
+  kv_beside_of_ranks(b->inner, &b->program, 1, geometry, out);
+}
+
 static enum sits_status nodes_kv_create(struct backend *b, const struct kv_geometry *geometry, struct backend_kv **out,
                                         struct sits_error *err)
 {
@@ -354,6 +360,7 @@ static const struct backend_vtable common = {.abi = BACKEND_ABI,
                                              .compile = nodes_compile,
                                              .program_destroy = nodes_program_destroy,
                                              .program_bytes = nodes_program_bytes,
+                                             .kv_beside = nodes_kv_beside,
                                              .kv_create = nodes_kv_create,
                                              .kv_destroy = nodes_kv_destroy,
                                              .kv_copy_pages = nodes_copy_pages,

@@ -342,6 +342,7 @@ struct kv_geometry kv_geometry_of_rank(const struct kv_geometry *whole)
   const int32_t n = whole->n_ranks > 1 ? whole->n_ranks : 1;
   share.n_kv_heads = whole->n_kv_heads >= n ? whole->n_kv_heads / n : 1;
   share.n_ranks = 1;
+  share.spare_bytes = whole->spare_bytes > 0 && whole->spare_bytes < (uint64_t)n ? 1 : whole->spare_bytes / (uint64_t)n;
   return share;
 }
 
@@ -350,6 +351,14 @@ static uint64_t ranks_page_bytes(const struct backend_vtable *inner, const struc
   const struct kv_geometry share = kv_geometry_of_rank(geometry);
   if (geometry->codec == KV_FP4_SPARSE) return 0; /* a block would have to move from one rank's heads to another's */
   return inner->kv_page_bytes(&share) * (uint64_t)(geometry->n_ranks > 1 ? geometry->n_ranks : 1);
+}
+
+static void ranks_kv_beside(const struct backend_program *program, const struct kv_geometry *geometry, struct kv_beside *out)
+{
+  const struct backend *b = set_of_program(program);
+  struct backend_program *programs[BACKEND_MAX_RANKS];
+  for (int32_t r = 0; r < b->n_ranks; r++) programs[r] = b->ranks[r].program;
+  kv_beside_of_ranks(b->inner, programs, b->n_ranks, geometry, out);
 }
 
 static enum sits_status create_kv(struct rank *rank, const void *arg)
@@ -516,6 +525,7 @@ static const struct backend_vtable common = {.abi = BACKEND_ABI,
                                              .compile = ranks_compile,
                                              .program_destroy = ranks_program_destroy,
                                              .program_bytes = ranks_program_bytes,
+                                             .kv_beside = ranks_kv_beside,
                                              .kv_create = ranks_kv_create,
                                              .kv_destroy = ranks_kv_destroy,
                                              .kv_copy_pages = ranks_copy_pages,

@@ -6,6 +6,7 @@
 #include "base/cores.h"
 #include "base/log.h"
 #include "base/mem.h"
+#include "engine/page_room.h"
 #include "engine/runner.h"
 #include "kv/kv_sparse.h"
 
@@ -48,12 +49,29 @@ static int32_t pages_for(int64_t n_tokens)
   return (int32_t)((n_tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
 }
 
-/* What is left for pages once the weights and workspaces are in place. */
+/* What is left for pages, and what goes with them, once the weights and workspaces are in place. */
 static uint64_t bytes_for_pages(const struct instance_options *o, const struct backend_info *device)
 {
   if (!is_cuda(o)) return device->memory_free_bytes / 2;
   double kept_free = (1 - o->gpu_memory_utilization) * (double)device->memory_total_bytes;
   return (double)device->memory_free_bytes > kept_free ? device->memory_free_bytes - (uint64_t)kept_free : 0;
+}
+
+/* Pages of a runner beside another's taken_bytes, needed at most, for sequences of up to that length. */
+static uint64_t count_pages(const struct instance_options *o, struct runner *r, uint64_t taken_bytes, uint64_t needed, int32_t length)
+{
+  struct backend_info device;
+  r->vtable->info(r->backend, &device);
+  const uint64_t whole = bytes_for_pages(o, &device), given = o->kv_cache_bytes;
+  struct page_room room = {.bytes = whole > taken_bytes ? whole - taken_bytes : 0, .page_bytes = r->page_bytes,
+                           .most_pages = needed < MAX_PAGES ? needed : MAX_PAGES};
+  r->geometry.max_tokens = length;
+  if (given > 0) {
+    room.wanted_pages = given > taken_bytes ? (given - taken_bytes) / r->page_bytes : 0;
+    if (room.wanted_pages > room.most_pages) room.wanted_pages = room.most_pages;
+    if (room.wanted_pages == 0) return 0;
+  }
+  return page_room_divide(&room, r->vtable, r->compiled, &r->geometry);
 }
 
 /* fp4-sparse: most pages of one sequence of that length. 0: all that it needs. */
@@ -100,7 +118,7 @@ static int32_t draft_pages(const struct instance *instance, int32_t length)
 static enum sits_status size_pages(struct instance *instance, struct sits_error *err)
 {
   struct instance_options *o = &instance->options;
-  const struct runner *r = &instance->runner;
+  struct runner *r = &instance->runner;
   int32_t model_len = r->model->config.max_context;
   if (o->max_model_len > model_len) {
     return sits_fail_param(err, SITS_CONFIG, "max-model-len", "max-model-len %d is beyond the model's own %d", o->max_model_len, model_len);
@@ -108,21 +126,15 @@ static enum sits_status size_pages(struct instance *instance, struct sits_error 
   int32_t length = o->max_model_len > 0 ? o->max_model_len : model_len;
   enum sits_status status = choose_budget(instance, length, err);
   if (status != SITS_OK) return status;
-  struct backend_info device;
-  r->vtable->info(r->backend, &device);
-  uint64_t bytes = o->kv_cache_bytes ? o->kv_cache_bytes : bytes_for_pages(o, &device);
   const uint64_t draft_bytes = (uint64_t)draft_pages(instance, length) * instance->draft.page_bytes;
-  bytes = bytes > draft_bytes ? bytes - draft_bytes : 0;
-  uint64_t n_pages = bytes / r->page_bytes, needed = (uint64_t)pages_of_one(instance, length) * (uint64_t)o->max_num_seqs;
-  if (n_pages > needed) n_pages = needed;
-  if (n_pages > MAX_PAGES) n_pages = MAX_PAGES;
+  const uint64_t n_pages = count_pages(o, r, draft_bytes, (uint64_t)pages_of_one(instance, length) * (uint64_t)o->max_num_seqs, length);
   bool is_short = n_pages < (uint64_t)pages_of_one(instance, length);
   if (n_pages == 0 || (is_short && o->max_model_len > 0)) {
     return sits_fail_param(err, SITS_CONFIG, "kv-cache-memory",
-                           "one sequence of %d tokens needs %llu bytes of cache, %llu are there beside %llu for a draft model; lower "
-                           "max-model-len or raise the cache",
+                           "one sequence of %d tokens needs %llu bytes of cache, pages of %llu are there beside %llu for a draft model; "
+                           "lower max-model-len, or raise kv-cache-memory or on a GPU gpu-memory-utilization",
                            length, (unsigned long long)r->page_bytes * (unsigned long long)pages_of_one(instance, length),
-                           (unsigned long long)bytes, (unsigned long long)draft_bytes);
+                           (unsigned long long)(n_pages * r->page_bytes), (unsigned long long)draft_bytes);
   }
   if (is_short) {
     int32_t holds = (int32_t)n_pages * KV_PAGE_TOKENS;
@@ -199,16 +211,11 @@ static enum sits_status open_reader(struct instance *instance, const char *model
   struct runner *r = &instance->reader;
   enum sits_status status = open_runner(instance, model_path, o->prefill_device, r, err);
   if (status != SITS_OK) return status;
-  struct backend_info device;
-  r->vtable->info(r->backend, &device);
-  uint64_t n_pages = (o->kv_cache_bytes ? o->kv_cache_bytes : bytes_for_pages(o, &device)) / r->page_bytes;
-  uint64_t needed = (uint64_t)pages_for(instance->info.max_model_len) * (uint64_t)o->max_num_seqs;
-  if (n_pages > needed) n_pages = needed;
-  if (n_pages > MAX_PAGES) n_pages = MAX_PAGES;
+  const uint64_t n_pages = count_pages(o, r, 0, (uint64_t)pages_for(instance->info.max_model_len) * (uint64_t)o->max_num_seqs,
+                                       instance->info.max_model_len);
   if (n_pages == 0)
     return sits_fail_param(err, SITS_CONFIG, "placement", "placement: no memory for pages on the prefill device %d", o->prefill_device);
   instance->info.n_reader_pages = (int32_t)n_pages;
-  r->geometry.max_tokens = instance->info.max_model_len;
   return runner_kv_create(r, (int32_t)n_pages, err);
 }
 

@@ -340,6 +340,7 @@ const struct backend_vtable backend_cuda = {
     .program_destroy = cuda_program_destroy,
     .program_bytes = cuda_program_bytes,
     .kv_page_bytes = cuda_kv_page_bytes,
+    .kv_beside = cuda_kv_beside,
     .kv_create = cuda_kv_create,
     .kv_destroy = cuda_kv_destroy,
     .kv_copy_pages = cuda_kv_copy_pages,

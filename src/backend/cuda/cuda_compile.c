@@ -141,7 +141,7 @@ bool cuda_make_inputs(struct backend_program *p, struct cuda_inputs *in, int32_t
 {
   in->max_tokens = max_tokens;
   in->max_seqs = max_seqs;
-  in->n_words = 3LL * max_tokens + 6LL * max_seqs + 1;
+  in->n_words = cuda_input_words(max_tokens, max_seqs);
   in->device = cuda_memory_alloc(p->backend, p, (size_t)in->n_words * sizeof(int32_t));
   if (in->device == NULL) return false;
   for (int32_t i = 0; i < CUDA_IN_FLIGHT; i++)
@@ -160,30 +160,42 @@ bool cuda_make_inputs(struct backend_program *p, struct cuda_inputs *in, int32_t
 static size_t padded(int32_t cols) { return (size_t)k_blocks(cols) * K_GROUP; }
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }
 
-size_t cuda_slab_bytes(const struct backend_program *p)
+struct activations { size_t h, act, scale, sum, qkv, attn, gate_up, slabs; };
+
+static struct activations activations_of(const struct backend_program *p, int32_t max_tokens)
 {
-  const size_t t = (size_t)p->max_tokens + 128, width = (size_t)p->program->dims.n_embd;
-  const size_t small = t < 384 ? t : 384; /* most tokens that are multiplied with split sums */
-  return most(t * width, small * 8 * most(width, (size_t)p->layers[0].qkv->rows)) * sizeof(float);
+  const struct program_dims *d = &p->program->dims;
+  const struct cuda_layer *layer = &p->layers[0];
+  const size_t t = (size_t)max_tokens + 128, heads = (size_t)(d->n_heads * d->head_dim), ff = (size_t)layer->down->cols;
+  const size_t widest = most(padded(d->n_embd), most(padded((int32_t)heads), padded((int32_t)ff)));
+  const size_t scales = most(t, (size_t)(CUDA_GRAPH_TOKENS + 64) * (widest / K_GROUP)); /* per token, or per token and group */
+  const size_t few = t < 384 ? t : 384; /* most tokens that are multiplied with split sums */
+  return (struct activations){
+      .h = t * (size_t)d->n_embd * sizeof(float), .act = t * widest * 2, .scale = scales * sizeof(float), .sum = t * sizeof(int32_t),
+      .qkv = t * (size_t)layer->qkv->rows * 2, .attn = t * heads * 2, .gate_up = t * (size_t)layer->gate_up->rows * 2,
+      /* f32 sums for the next norm, or split products */
+      .slabs = most(t * (size_t)d->n_embd, few * 8 * most((size_t)d->n_embd, (size_t)layer->qkv->rows)) * sizeof(float)};
+}
+
+uint64_t cuda_activation_bytes(const struct backend_program *p, int32_t max_tokens)
+{
+  const struct activations a = activations_of(p, max_tokens);
+  return a.h + a.act + 2 * a.scale + a.sum + a.qkv + a.attn + a.gate_up + a.slabs;
 }
 
 bool cuda_make_activations(struct backend_program *p)
 {
   struct backend *b = p->backend;
-  const struct program_dims *d = &p->program->dims;
-  const struct cuda_layer *layer = &p->layers[0];
-  const size_t t = (size_t)p->max_tokens + 128, heads = (size_t)(d->n_heads * d->head_dim), ff = (size_t)layer->down->cols;
-  const size_t widest = most(padded(d->n_embd), most(padded((int32_t)heads), padded((int32_t)ff)));
-  const size_t scales = most(t, (size_t)(CUDA_GRAPH_TOKENS + 64) * (widest / K_GROUP)); /* per token, or per token and group */
-  bool ok = (p->h = cuda_memory_alloc(b, p, t * (size_t)d->n_embd * sizeof(float))) != NULL;
-  ok = ok && (p->act = cuda_memory_alloc(b, p, t * widest * 2)) != NULL;
-  ok = ok && (p->act_scale = cuda_memory_alloc(b, p, scales * sizeof(float))) != NULL;
-  ok = ok && (p->gate_up_scale = cuda_memory_alloc(b, p, scales * sizeof(float))) != NULL;
-  ok = ok && (p->act_sum = cuda_memory_alloc(b, p, t * sizeof(int32_t))) != NULL;
-  ok = ok && (p->qkv = cuda_memory_alloc(b, p, t * (size_t)layer->qkv->rows * 2)) != NULL;
-  ok = ok && (p->attn = cuda_memory_alloc(b, p, t * heads * 2)) != NULL;
-  ok = ok && (p->gate_up = cuda_memory_alloc(b, p, t * (size_t)layer->gate_up->rows * 2)) != NULL;
-  return ok && (p->slabs = cuda_memory_alloc(b, p, cuda_slab_bytes(p))) != NULL;
+  const struct activations a = activations_of(p, p->max_tokens);
+  bool ok = (p->h = cuda_memory_alloc(b, p, a.h)) != NULL;
+  ok = ok && (p->act = cuda_memory_alloc(b, p, a.act)) != NULL;
+  ok = ok && (p->act_scale = cuda_memory_alloc(b, p, a.scale)) != NULL;
+  ok = ok && (p->gate_up_scale = cuda_memory_alloc(b, p, a.scale)) != NULL;
+  ok = ok && (p->act_sum = cuda_memory_alloc(b, p, a.sum)) != NULL;
+  ok = ok && (p->qkv = cuda_memory_alloc(b, p, a.qkv)) != NULL;
+  ok = ok && (p->attn = cuda_memory_alloc(b, p, a.attn)) != NULL;
+  ok = ok && (p->gate_up = cuda_memory_alloc(b, p, a.gate_up)) != NULL;
+  return ok && (p->slabs = cuda_memory_alloc(b, p, a.slabs)) != NULL;
 }
 
 static bool make_workspaces(struct backend_program *p)

@@ -229,7 +229,8 @@ void cuda_program_destroy(struct backend_program *program);
 /* Parts of a compiled program that a lane has for itself. */
 bool cuda_make_inputs(struct backend_program *p, struct cuda_inputs *in, int32_t max_tokens, int32_t max_seqs);
 bool cuda_make_activations(struct backend_program *p); /* what a part of a layer hands to the next */
-size_t cuda_slab_bytes(const struct backend_program *p); /* f32 sums of max_tokens tokens, for the next norm or split products */
+uint64_t cuda_activation_bytes(const struct backend_program *p, int32_t max_tokens); /* that those take with so many tokens */
+static inline int64_t cuda_input_words(int32_t max_tokens, int32_t max_seqs) { return 3LL * max_tokens + 6LL * max_seqs + 1; }
 enum sits_status cuda_make_slots(struct backend_program *p, struct sits_error *err) SITS_MUST_CHECK;
 
 /* ---- cuda_gemm.c: y = W x for activations in the form the weight wants ---- */
@@ -304,6 +305,7 @@ enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv
 void cuda_graph_clear(struct backend_program *p);
 
 /* ---- cuda_kept.c ---- */
+uint64_t cuda_kept_bytes(const struct kv_geometry *geometry); /* what would be kept if there were no limit */
 bool cuda_kept_create(struct backend_kv *kv); /* false: out of host memory */
 void cuda_kept_fini(struct backend_kv *kv);
 /* Which sequence of a batch (or -1) goes through kept memory, and its first page that is to be expanded. Call once for every batch that is
@@ -315,6 +317,7 @@ void cuda_kept_hold(struct backend_kv *kv);
 void cuda_kept_release(struct backend_kv *kv, bool is_whole);
 
 /* ---- cuda_lane.c ---- */
+uint64_t cuda_lane_bytes(const struct backend_program *program); /* of one of CUDA_LANE_TOKENS tokens; 0: there can be none */
 enum sits_status cuda_lane_open(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
                                 struct backend_program **out, struct sits_error *err);
 enum sits_status cuda_lane_begin(struct backend_program *lane, struct backend_kv *kv, const struct backend_batch *batch);
@@ -342,6 +345,7 @@ void cuda_kv_begin(struct backend_kv *kv, const struct backend_batch *batch, int
 void cuda_kv_hold(struct backend_kv *kv);
 void cuda_kv_release(struct backend_kv *kv, bool is_whole);
 uint64_t cuda_kv_page_bytes(const struct kv_geometry *geometry);
+void cuda_kv_beside(const struct backend_program *program, const struct kv_geometry *geometry, struct kv_beside *out);
 enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
                                 struct sits_error *err);
 void cuda_kv_destroy(struct backend_kv *kv);

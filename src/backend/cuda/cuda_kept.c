@@ -3,8 +3,8 @@
  *
  * What is kept belongs to the pages of a block table: a sequence goes on with it when its table begins with the same pages and its chunk
  * begins at or before the last kept token. Any other write to one of those pages (a new owner, a copy, a swap) drops it. Rules: 1. A page
- * of the kept prompt has is_kept set; nothing else has. 2. Memory is taken in kv_create, from what the pool leaves; where that is little,
- * nothing is kept and every chunk expands all pages. */
+ * of the kept prompt has is_kept set; nothing else has. 2. Memory is taken in kv_create, from what the geometry says is spare, or else from
+ * what the pool leaves; where that is little, nothing is kept and every chunk expands all pages. */
 #include <string.h>
 
 #include "backend/cuda/cuda_internal.h"
@@ -20,22 +20,33 @@ static void drop(struct cuda_kept *kept)
   kept->n_pages = kept->n_tokens = 0;
 }
 
+static int64_t bytes_of_token(const struct kv_geometry *g) { return 4LL * g->n_layers * g->n_kv_heads * g->head_dim; }
+
+/* Tokens to keep in so many bytes at most. */
+static int64_t capacity_of(const struct kv_geometry *g, uint64_t most_bytes)
+{
+  int64_t capacity = (int64_t)g->n_pages * KV_PAGE_TOKENS / SHARE;
+  if (!k_attn_prefill_takes(g->head_dim)) return 0;
+  if (capacity > MOST_KEPT_TOKENS) capacity = MOST_KEPT_TOKENS;
+  if ((uint64_t)(capacity * bytes_of_token(g)) > most_bytes) capacity = (int64_t)most_bytes / bytes_of_token(g);
+  capacity = capacity / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;
+  return capacity < LEAST_KEPT_TOKENS ? 0 : capacity;
+}
+
+uint64_t cuda_kept_bytes(const struct kv_geometry *g) { return (uint64_t)(capacity_of(g, INT64_MAX) * bytes_of_token(g)); }
+
 bool cuda_kept_create(struct backend_kv *kv)
 {
   const struct kv_geometry *g = &kv->geometry;
   struct cuda_kept *kept = &kv->kept;
-  const int64_t token_bytes = 4LL * g->n_layers * g->n_kv_heads * g->head_dim;
   size_t free_bytes = 0, total = 0;
-  int64_t capacity = (int64_t)g->n_pages * KV_PAGE_TOKENS / SHARE;
-  if (!k_attn_prefill_takes(g->head_dim) || cudaMemGetInfo(&free_bytes, &total) != cudaSuccess) return true;
-  if (capacity > MOST_KEPT_TOKENS) capacity = MOST_KEPT_TOKENS;
-  if (capacity * token_bytes > (int64_t)(free_bytes / 2)) capacity = (int64_t)(free_bytes / 2) / token_bytes;
-  capacity = capacity / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;
-  if (capacity < LEAST_KEPT_TOKENS) return true;
+  if (g->spare_bytes == 0 && cudaMemGetInfo(&free_bytes, &total) != cudaSuccess) return true;
+  const int64_t capacity = capacity_of(g, g->spare_bytes > 0 ? g->spare_bytes : free_bytes / 2);
+  if (capacity == 0) return true;
   kept->pages = mem_calloc((size_t)(capacity / KV_PAGE_TOKENS), sizeof *kept->pages);
   kept->is_kept = mem_calloc((size_t)g->n_pages, sizeof *kept->is_kept);
   if (kept->pages == NULL || kept->is_kept == NULL) return false;
-  const size_t half = (size_t)(capacity * token_bytes / 2);
+  const size_t half = (size_t)(capacity * bytes_of_token(g) / 2);
   kept->k = cuda_memory_alloc(kv->backend, kv, 2 * half); /* one block: all of it, or none */
   if (kept->k == NULL) return true; /* nothing is kept, which costs time only */
   kept->v = (uint8_t *)kept->k + half;

@@ -94,23 +94,54 @@ static void copy_slot(void *user, int32_t from_slot, int32_t to_slot)
                                                   cudaMemcpyDeviceToDevice, kv->backend->stream)));
 }
 
+/* Room for the longest sequence, and for some shorter ones together. */
+static int64_t gather_tokens_of(const struct kv_geometry *g)
+{
+  const int64_t all = (int64_t)g->n_pages * KV_PAGE_TOKENS, wanted = g->max_tokens > GATHER_TOKENS ? g->max_tokens : GATHER_TOKENS;
+  if (!k_attn_prefill_takes(g->head_dim)) return 0;
+  return ((all < wanted ? all : wanted) + CUDA_GATHER_TOKENS - 1) / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;
+}
+
+/* What lies beside the pages. Bytes; gather: of keys, and as many of values. */
+struct sizes { int64_t exact_rows, gather_tokens; size_t open_keys, fresh, exact, gather; };
+
+static struct sizes sizes_of(const struct backend_options *options, const struct kv_geometry *g, enum k_kv_codec codec)
+{
+  const size_t width = (size_t)g->n_kv_heads * (size_t)g->head_dim * 2;
+  struct sizes s = {.gather_tokens = gather_tokens_of(g)};
+  s.gather = (size_t)s.gather_tokens * width;
+  if (k_kv_open_tokens(codec) == 0) return s;
+  s.open_keys = (size_t)kv_open_slots(options->max_seqs) * (size_t)k_kv_open_bytes(codec, g->n_layers, g->n_kv_heads, g->head_dim);
+  s.fresh = (size_t)options->max_batch_tokens * width;
+  if (k_attn_prefill_takes(g->head_dim)) s.exact_rows = k_kv_exact_rows(options->max_batch_tokens, options->max_seqs);
+  s.exact = (size_t)s.exact_rows * width;
+  return s;
+}
+
+void cuda_kv_beside(const struct backend_program *program, const struct kv_geometry *geometry, struct kv_beside *out)
+{
+  enum k_kv_codec codec;
+  *out = (struct kv_beside){0};
+  if (!codec_of(geometry->codec, &codec)) return;
+  const struct sizes s = sizes_of(&program->backend->options, geometry, codec);
+  out->fixed_bytes = s.open_keys + s.fresh + s.exact + 2 * s.gather + cuda_lane_bytes(program);
+  out->spare_bytes = cuda_kept_bytes(geometry);
+}
+
 /* Slots, and memory for steps of many tokens. */
-static bool create_open(struct backend_kv *kv)
+static bool create_open(struct backend_kv *kv, const struct sizes *sizes)
 {
   const struct kv_geometry *g = &kv->geometry;
   const struct backend_options *options = &kv->backend->options;
   const int32_t tokens = k_kv_open_tokens(kv->codec), n_slots = kv_open_slots(options->max_seqs);
-  const size_t width = (size_t)g->n_kv_heads * (size_t)g->head_dim * 2;
   if (tokens == 0) return true;
   kv->open = kv_open_create(tokens, g->n_pages, n_slots, (struct kv_open_ops){fold_slot, unfold_slot, copy_slot}, kv);
   kv->tiles = mem_calloc((size_t)options->max_batch_tokens, sizeof *kv->tiles);
-  kv->open_keys = cuda_memory_alloc(kv->backend, kv, (size_t)n_slots * (size_t)slot_bytes(kv));
-  kv->fresh = cuda_memory_alloc(kv->backend, kv, (size_t)options->max_batch_tokens * width);
+  kv->open_keys = cuda_memory_alloc(kv->backend, kv, sizes->open_keys);
+  kv->fresh = cuda_memory_alloc(kv->backend, kv, sizes->fresh);
   if (kv->open == NULL || kv->tiles == NULL || kv->open_keys == NULL || kv->fresh == NULL) return false;
-  if (!k_attn_prefill_takes(g->head_dim)) return true;
-  kv->exact_capacity = k_kv_exact_rows(options->max_batch_tokens, options->max_seqs);
-  kv->exact = cuda_memory_alloc(kv->backend, kv, (size_t)kv->exact_capacity * width);
-  return kv->exact != NULL;
+  kv->exact_capacity = sizes->exact_rows;
+  return kv->exact_capacity == 0 || (kv->exact = cuda_memory_alloc(kv->backend, kv, sizes->exact)) != NULL;
 }
 
 void cuda_kv_begin(struct backend_kv *kv, const struct backend_batch *b, int32_t *open_slot)
@@ -131,13 +162,6 @@ void cuda_kv_hold(struct backend_kv *kv)
 void cuda_kv_release(struct backend_kv *kv, bool is_whole)
 {
   if (kv->open != NULL) kv_open_release(kv->open, is_whole);
-}
-
-/* Room for the longest sequence, and for some shorter ones together. */
-static int64_t gather_tokens_of(const struct kv_geometry *g)
-{
-  const int64_t all = (int64_t)g->n_pages * KV_PAGE_TOKENS, wanted = g->max_tokens > GATHER_TOKENS ? g->max_tokens : GATHER_TOKENS;
-  return ((all < wanted ? all : wanted) + CUDA_GATHER_TOKENS - 1) / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;
 }
 
 enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometry *geometry, struct backend_kv **out,
@@ -162,13 +186,13 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
                             .page_bytes = (int64_t)page_bytes,
                             .reached = -1};
   cuda_enter(backend);
+  const struct sizes sizes = sizes_of(&backend->options, geometry, codec);
   kv->pool = cuda_memory_alloc(backend, kv, (size_t)geometry->n_pages * page_bytes);
-  bool ok = kv->pool != NULL && create_open(kv);
-  if (ok && k_attn_prefill_takes(geometry->head_dim)) {
-    kv->gather_tokens = gather_tokens_of(geometry);
-    const size_t bytes = (size_t)kv->gather_tokens * (size_t)geometry->n_kv_heads * (size_t)geometry->head_dim * 2;
-    kv->gather_k = cuda_memory_alloc(backend, kv, bytes);
-    kv->gather_v = cuda_memory_alloc(backend, kv, bytes);
+  bool ok = kv->pool != NULL && create_open(kv, &sizes);
+  if (ok && sizes.gather_tokens > 0) {
+    kv->gather_tokens = sizes.gather_tokens;
+    kv->gather_k = cuda_memory_alloc(backend, kv, sizes.gather);
+    kv->gather_v = cuda_memory_alloc(backend, kv, sizes.gather);
     ok = kv->gather_k != NULL && kv->gather_v != NULL;
   }
   if (ok) ok = CUDA_CALL(backend, cudaStreamCreateWithFlags(&kv->send_stream, cudaStreamNonBlocking)) == SITS_OK &&
@@ -177,8 +201,12 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
   if (ok) ok = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream)) == SITS_OK;
   if (!ok) {
     cuda_kv_destroy(kv);
-    return sits_fail(err, backend->is_failed ? SITS_DEVICE : SITS_NOMEM, "cuda: %d pages of %llu bytes do not fit the device",
-                     geometry->n_pages, (unsigned long long)page_bytes);
+    if (backend->is_failed) return sits_fail(err, SITS_DEVICE, "cuda: the device has failed");
+    return sits_fail_param(err, SITS_NOMEM, "gpu-memory-utilization",
+                           "cuda: %d pages of %llu bytes and %llu bytes beside them do not fit the device; lower gpu-memory-utilization, "
+                           "or kv-cache-memory where it is given",
+                           geometry->n_pages, (unsigned long long)page_bytes,
+                           (unsigned long long)(sizes.open_keys + sizes.fresh + sizes.exact + 2 * sizes.gather));
   }
   *out = kv;
   return SITS_OK;

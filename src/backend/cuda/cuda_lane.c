@@ -44,12 +44,23 @@ struct cuda_lane {
   int64_t compute_us;
 };
 
+static size_t logit_bytes(const struct backend_program *p)
+{
+  return (size_t)cuda_lt_rows(1) * (size_t)p->program->dims.n_vocab * sizeof(float);
+}
+
+uint64_t cuda_lane_bytes(const struct backend_program *p)
+{
+  const int32_t n = p->max_tokens < CUDA_LANE_TOKENS ? p->max_tokens : CUDA_LANE_TOKENS;
+  if (p->comm != NULL) return 0;
+  return cuda_activation_bytes(p, n) + logit_bytes(p) + ((uint64_t)cuda_input_words(n, 1) + (uint64_t)p->max_pages) * sizeof(int32_t);
+}
+
 static bool make_memory(struct backend_program *lane)
 {
   struct backend *b = lane->backend;
   const struct program_dims *d = &lane->program->dims;
-  const size_t rows = (size_t)cuda_lt_rows(1);
-  lane->logits = cuda_memory_alloc(b, lane, rows * (size_t)d->n_vocab * sizeof(float));
+  lane->logits = cuda_memory_alloc(b, lane, logit_bytes(lane));
   lane->host_logits = cuda_pinned_alloc(b, lane, (size_t)d->n_vocab * sizeof(float));
   lane->table = cuda_memory_alloc(b, lane, (size_t)lane->max_pages * sizeof(int32_t));
   lane->sample_rows = cuda_memory_alloc(b, lane, sizeof *lane->sample_rows);
