@@ -34,13 +34,13 @@ static enum sits_status open_grpc(struct service *service, const struct options 
   return status;
 }
 
-/* Every request that is over passes here. */
+/* Every request that is over passes here. What the log or a span tells is in the metrics. */
 static void observe(void *context, const struct api_record *record)
 {
   struct service *service = context;
+  metrics_request(service->metrics, record);
   if (service->audit) audit_record(service->audit, record);
   if (service->trace) trace_record(service->trace, record);
-  metrics_request(service->metrics, record);
 }
 
 static enum sits_status open_observers(struct service *service, const struct options *options, struct sits_error *err)
