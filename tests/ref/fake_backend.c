@@ -300,6 +300,7 @@ static enum sits_status submit(struct backend_program *program, struct backend_k
   sleep_until(rig->busy_until_us);
   int delay_us = atomic_load(&rig->step_delay_us) + atomic_load(&rig->token_delay_us) * b->n_tokens;
   if (delay_us > 0) usleep((useconds_t)delay_us);
+  while (atomic_load(&rig->hold_at_step) == step) usleep(200);
   capture(program, b);
   return SITS_OK;
 }

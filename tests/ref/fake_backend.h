@@ -28,6 +28,7 @@ struct fake_rig {
   atomic_int token_delay_us;     /* and per token of it */
   atomic_int capture_delay_us;   /* and the first time that a batch has so many sequences, all of one token; told in its stats */
   atomic_bool refuses_lanes;     /* lane_begin returns SITS_DEVICE, batches go on */
+  atomic_int hold_at_step;       /* batch number (from 1) that computes until this is another; 0 = none */
   atomic_int fail_at_step;       /* batch number (from 1) from which on everything returns SITS_DEVICE; 0 = never */
   atomic_int period;             /* > 0: the token of that many places before is likely next (a text that repeats) */
   atomic_int disagree;           /* > 0: one row in so many is a stranger's (a draft model that is often wrong) */

@@ -256,8 +256,12 @@ static void test_stop_cancels_what_is_left(void **state)
   p.sampling.ignore_eos = true;
   job.n_choices = 1;
   assert_int_equal(sits_engine_submit(rig.engine, &p, &job.request, &err), SITS_OK);
-  nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
-  engine_stop(rig.engine, clock_monotonic_us() + 50000); /* 400 ms of work, 50 of grace */
+  while (job.answers[0].n <= 3) {
+    nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    rig_drain(job.request, job.answers, 1);
+  }
+  atomic_store(&rig.fake.step_delay_us, 50000);
+  engine_stop(rig.engine, clock_monotonic_us() + 50000); /* seconds of work, 50 ms of grace */
   assert_int_equal(engine_state(rig.engine), ENGINE_STOPPED);
   assert_int_equal(rig_drain(job.request, job.answers, 1), 1);
   assert_int_equal(job.answers[0].finish, SITS_FINISH_CANCELLED);

@@ -63,6 +63,18 @@ static void await_end(struct sits_request *request, struct rig_answer *answers, 
   }
 }
 
+/* The reading side is in this batch (from 1), which is held, or the request has ended. */
+static bool await_held(struct pair_rig *pair, int step, struct sits_request *request, struct rig_answer *answers, int32_t n_choices)
+{
+  int64_t until_us = clock_monotonic_us() + 60000000;
+  while (atomic_load(&pair->reader.n_steps) < step) {
+    assert_true(clock_monotonic_us() < until_us);
+    if (rig_drain(request, answers, n_choices) == n_choices) return false;
+    nap_us(200);
+  }
+  return true;
+}
+
 /* Nothing runs or is held any more, pages under way included. */
 static void pair_idle(struct pair_rig *pair, struct engine_stats *stats)
 {
@@ -168,13 +180,15 @@ static void test_cancel_and_deadline_under_way(void **state)
   struct engine_stats stats;
   memset(answers, 0, sizeof answers);
   pair_open(&pair, pair_options(), PAGES, PAGES);
-  atomic_store(&pair.reader.step_delay_us, 20000); /* seven steps of 128 tokens */
+  atomic_store(&pair.reader.hold_at_step, 3); /* of seven, of 128 tokens each */
   rig_prompt(prompt, 900, 1);
   struct sits_request *request = rig_submit(&pair.decode, prompt, 900, 3, rig_greedy(10));
-  nap_us(50000);
+  assert_true(await_held(&pair, 3, request, answers, 3));
   sits_request_cancel(request, 0); /* the leader; another choice takes its place */
-  nap_us(20000);
+  atomic_store(&pair.reader.hold_at_step, 4);
+  assert_true(await_held(&pair, 4, request, answers, 3));
   sits_request_cancel(request, -1);
+  atomic_store(&pair.reader.hold_at_step, 0);
   await_end(request, answers, 3);
   for (int i = 0; i < 3; i++) assert_int_equal(answers[i].finish, SITS_FINISH_CANCELLED);
   sits_request_release(request);
@@ -182,17 +196,25 @@ static void test_cancel_and_deadline_under_way(void **state)
   struct sits_request_params params = {.prompt = prompt, .n_prompt = 900, .n_choices = 1, .sampling = rig_greedy(10),
                                        .deadline_us = clock_monotonic_us() + 60000, .tenant = 9, .id = "late"};
   struct sits_error err;
+  int step = atomic_load(&pair.reader.n_steps) + 1;
+  atomic_store(&pair.reader.hold_at_step, step);
   assert_int_equal(sits_engine_submit(pair.decode.engine, &params, &request, &err), SITS_OK);
+  bool is_sent = await_held(&pair, step, request, answers, 1); /* not on a machine that stood still for the 60 ms */
+  nap_us(params.deadline_us - clock_monotonic_us() + 1);
+  atomic_store(&pair.reader.hold_at_step, 0);
   await_end(request, answers, 1);
   assert_int_equal(answers[0].finish, SITS_FINISH_DEADLINE);
   sits_request_release(request);
   pair_idle(&pair, &stats);
-  assert_int_equal(stats.placement_sent, 2);
+  assert_in_range(stats.placement_sent, 1 + is_sent, 2);
   /* One choice less on the way, the others answer. */
   memset(answers, 0, sizeof answers);
+  step = atomic_load(&pair.reader.n_steps) + 2;
+  atomic_store(&pair.reader.hold_at_step, step);
   request = rig_submit(&pair.decode, prompt, 900, 3, rig_greedy(10));
-  nap_us(30000);
+  assert_true(await_held(&pair, step, request, answers, 3));
   sits_request_cancel(request, 0);
+  atomic_store(&pair.reader.hold_at_step, 0);
   await_end(request, answers, 3);
   static struct rig_answer expected;
   rig_expect(prompt, 900, 10, false, &expected);
@@ -375,7 +397,8 @@ static void test_stop_cancels_what_is_away(void **state)
   atomic_store(&pair.reader.step_delay_us, 20000);
   rig_prompt(prompt, 900, 1);
   struct sits_request *request = rig_submit(&pair.decode, prompt, 900, 1, rig_greedy(10));
-  nap_us(30000);
+  assert_true(await_held(&pair, 2, request, &answer, 1));
+  atomic_store(&pair.reader.step_delay_us, 500000); /* the five steps that are left take seconds */
   engine_stop(pair.decode.engine, 0);
   assert_int_equal(rig_drain(request, &answer, 1), 1);
   assert_int_equal(answer.finish, SITS_FINISH_CANCELLED);
