@@ -7,6 +7,7 @@ it are skipped.
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
@@ -78,8 +79,14 @@ class Server:
 
     # -- raw HTTP, so that nothing is hidden by a client library --
 
-    def connect(self, timeout=60):
-        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout * SLOW)
+    def connect(self, timeout=60, receive_bytes=None):
+        """receive_bytes: what the kernel keeps for a client that does not read."""
+        sock = socket.socket()
+        if receive_bytes:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        sock.settimeout(timeout * SLOW)
+        sock.connect(("127.0.0.1", self.port))
+        return sock
 
     def raw(self, data, timeout=60, half_close=False):
         """Send bytes, read until the server closes or the first answer is complete; (status, headers, body)."""
@@ -121,6 +128,12 @@ class Server:
                 return float(found.group(3))
         raise AssertionError(f"no metric {name} {labels}")
 
+    def wait_ended(self, n):
+        """Until the engine's figures tell of n choices that have ended: they are published behind the answers."""
+        def ended():
+            return sum(float(x) for x in re.findall(r"^sits2026:request_success_total{.*} (\S+)$", self.get("/metrics")[2].decode(), re.M))
+        wait_for(lambda: ended() >= n)
+
     def wait_quiet(self, seconds=30 * SLOW):
         """Until nothing runs, waits or holds a page; fails with what is left."""
         end = time.time() + seconds
@@ -133,11 +146,26 @@ class Server:
             time.sleep(0.05)
 
 
+def _ports():
+    first_given = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(2048, first_given) or range(2048, 65536)
+    return iter(random.sample(ports, len(ports)))
+
+
+PORTS = _ports()
+
+
 def free_port():
-    """A port that was free just now, for what must be told it before it listens."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port that was free just now, for what must be told it before it listens. None of those that the kernel gives out by itself: one of
+    the many clients of a test beside could be given it meanwhile, and who connects before somebody listens could meet itself."""
+    for port in PORTS:
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise AssertionError("no free port")
 
 
 def wait_for(condition, seconds=20):

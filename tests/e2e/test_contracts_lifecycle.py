@@ -1,5 +1,6 @@
 """Contracts of a request's and the daemon's life: disconnects, leaks, draining, health. One test per line of the list, named after it."""
 import json
+import re
 import signal
 import socket
 import struct
@@ -13,9 +14,10 @@ TEXT = "/v1/completions"
 LONG = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 8}
 
 
-def open_request(server, body, path=TEXT):
+def open_request(server, body, path=TEXT, receive_bytes=None):
+    """receive_bytes: what the client's kernel keeps of the answer, so that a stream waits for its reader."""
     data = json.dumps(body).encode()
-    sock = server.connect()
+    sock = server.connect(receive_bytes=receive_bytes)
     sock.sendall(f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() +
                  data)
     return sock
@@ -48,30 +50,33 @@ def test_contract_57_a_client_that_leaves_ends_its_work(slow, stream, how):
 
 
 @pytest.mark.parametrize("when", ["at once", "in the queue", "while it runs"])
-def test_contract_57_a_client_that_reads_on_gets_its_stream(slow, when):
+def test_contract_57_a_client_that_reads_on_gets_its_stream(tiny, slow, when):
     """Who ends its sending side behind the request of a stream, as nc -N does, has not left. Who then leaves is seen."""
-    before = slow.metric("client_disconnects_total")
-    busy = []
+    server, busy, body = tiny, [], {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
     if when == "in the queue":
-        busy = [open_request(slow, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 16, "stream": True})]
-        wait_for(lambda: slow.metric("num_requests_running") > 0)
-    body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
-    with open_request(slow, body) as sock:
+        server = slow
+    else:
+        body.update(n=24, logprobs=20)  # more than is kept for a client that does not read: its stream cannot end before
+    before, stalls = server.metric("client_disconnects_total"), server.metric("slow_reader_stalls_total")
+    if when == "in the queue":
+        busy = [open_request(server, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 16, "stream": True})]
+        wait_for(lambda: server.metric("num_requests_running") > 0)
+    with open_request(server, body, receive_bytes=4096) as sock:
         if when == "in the queue":
-            wait_for(lambda: slow.metric("num_requests_waiting") > 0)
+            wait_for(lambda: server.metric("num_requests_waiting") > 0)
         if when == "while it runs":
-            assert sock.recv(1) == b"H"
+            wait_for(lambda: server.metric("slow_reader_stalls_total") > stalls)
         sock.shutdown(socket.SHUT_WR)
         for other in busy:
             time.sleep(0.05)
-            assert slow.metric("num_requests_waiting") > 0
+            assert server.metric("num_requests_waiting") > 0
             other.shutdown(socket.SHUT_WR)
             time.sleep(0.05)
             other.close()
         answer = sock.makefile("rb").read()
     assert answer.count(b"data: ") >= 20 and b"data: [DONE]" in answer and b": ping" in answer, answer
-    slow.wait_quiet(5 * SLOW)
-    assert slow.metric("client_disconnects_total") == before + len(busy)
+    server.wait_quiet(5 * SLOW)
+    assert server.metric("client_disconnects_total") == before + len(busy)
 
 
 @pytest.mark.parametrize("path,body", [("/tokenize", {"prompt": "Once"}), (TEXT, {"prompt": "Once", "max_tokens": 2, "stream": True})])
@@ -150,8 +155,9 @@ def collect(sock, out):
 
 
 def test_contract_60_sigterm_lets_requests_finish(launch):
-    server = launch(SMOL, "--max-num-seqs", 32, "--max-model-len", 512, "--shutdown-timeout-s", 60 * SLOW)
+    server = launch(SMOL, "--max-num-seqs", 32, "--max-model-len", 4096, "--shutdown-timeout-s", 60 * SLOW)
     out = []
+    lasting = open_request(server, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True})  # until all was looked at
     keep = server.connect()   # an open connection sees the red readiness
     keep.sendall(b"GET /health/ready HTTP/1.1\r\nHost: t\r\n\r\n")
     file = keep.makefile("rb")
@@ -160,11 +166,12 @@ def test_contract_60_sigterm_lets_requests_finish(launch):
     threads = [threading.Thread(target=collect, args=(sock, out)) for sock in socks]
     for thread in threads:
         thread.start()
-    wait_for(lambda: server.metric("num_requests_running") > 0)
+    wait_for(lambda: server.metric("request_success_total", finished_reason="length") + server.metric("num_requests_running") == 21)
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.05)
-    keep.sendall(b"GET /health/ready HTTP/1.1\r\nHost: t\r\n\r\n")
-    status, headers, data = read_response(file)
+    status = 200
+    while status == 200:
+        keep.sendall(b"GET /health/ready HTTP/1.1\r\nHost: t\r\n\r\n")
+        status, headers, data = read_response(file)
     assert status == 503 and json.loads(data)["status"] == "draining" and headers["connection"] == "close"
     status, headers, data = server.get("/health/ready")  # and so does a fresh one, as a kubelet's probe makes it
     assert status == 503 and json.loads(data)["status"] == "draining" and headers["connection"] == "close"
@@ -175,6 +182,8 @@ def test_contract_60_sigterm_lets_requests_finish(launch):
     assert server.metric("num_requests_running") > 0
     for thread in threads:
         thread.join()
+    assert server.process.poll() is None
+    lasting.close()
     assert server.process.wait(20 * SLOW) == 0
     with pytest.raises(ConnectionRefusedError):
         server.connect()
@@ -288,20 +297,23 @@ def test_qos_levels(tiny):
 
 
 def test_a_high_class_request_passes_waiting_low_ones(launch):
-    server = launch(TINY, "--max-num-seqs", "1")
-    done = []
+    server = launch(SMOL, "--max-num-seqs", "1", "--max-model-len", 4096)
+    lasting = open_request(server, {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True})  # until all others wait
+    wait_for(lambda: server.metric("num_requests_running") == 1)
 
-    def send(level, n_tokens):
-        server.json(TEXT, {"prompt": "Once", "max_tokens": n_tokens, "ignore_eos": True}, {"X-QoS-Level": level})
-        done.append(level)
-    threads = [threading.Thread(target=send, args=("low", 400)) for _ in range(8)]
+    def send(level, number):
+        body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True}
+        assert server.json(TEXT, body, {"X-QoS-Level": level, "X-Request-Id": f"{level}-{number}"})[0] == 200
+    threads = [threading.Thread(target=send, args=("low", number)) for number in range(8)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: server.metric("num_requests_waiting_by_class", **{"class": "low"}) >= 6)
-    send("high", 10)
+    wait_for(lambda: server.metric("num_requests_waiting_by_class", **{"class": "low"}) == 8)
+    send("high", 0)
+    lasting.close()
     for thread in threads:
         thread.join()
-    assert done.index("high") <= 3
+    ended = re.findall(r"id=(low|high)-\d route", server.text())  # in the server's order
+    assert len(ended) == 9 and ended.index("high") <= 3, ended
 
 
 def test_two_daemons_cannot_share_a_port(tiny, launch):

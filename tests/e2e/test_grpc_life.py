@@ -459,17 +459,16 @@ def test_running_out_of_descriptors_is_outlived(begin):
 
 def test_sigterm_drains(begin):
     """Readiness turns red and is told to watchers, what runs ends well, new calls are refused."""
-    server = begin(SMOL, "--max-num-seqs", 16, "--max-model-len", 2048, "--shutdown-timeout-s", 60 * SLOW)
-    with channel(server) as ch:
+    server = begin(SMOL, "--max-num-seqs", 16, "--max-model-len", 4096, "--shutdown-timeout-s", 60 * SLOW)
+    with channel(server) as ch, channel(server) as other:
+        lasting = stubs.InferenceStub(other).GenerateStream(pb.GenerateRequest(prompt=["Once"], max_tokens=4000, ignore_eos=True))
         stub = stubs.InferenceStub(ch)
         watch = health_pb2_grpc.HealthStub(ch).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == SERVING
         request = pb.GenerateRequest(prompt=["Once"], max_tokens=60, ignore_eos=True)
         streams = [stub.GenerateStream(request) for _ in range(8)]
         whole = [stub.Generate.future(request, timeout=60 * SLOW) for _ in range(4)]
-        for stream in streams:
-            next(stream)
-        wait_for(lambda: server.metric("num_requests_running") == 12)
+        wait_for(lambda: server.metric("request_success_total", finished_reason="length") + server.metric("num_requests_running") == 13)
         server.process.send_signal(signal.SIGTERM)
         assert next(watch).status == NOT_SERVING
         for _ in range(20):
@@ -481,6 +480,8 @@ def test_sigterm_drains(begin):
             rest = list(stream)
             assert rest[-1].usage.completion_tokens == 60 and rest[-2].choices[0].finish_reason == "length"
         assert all(call.result(timeout=60 * SLOW).usage.completion_tokens == 60 for call in whole)
+        assert server.process.poll() is None
+        lasting.cancel()
         assert failure(lambda: watch).code() == grpc.StatusCode.UNAVAILABLE
     assert server.process.wait(20 * SLOW) == 0
 

@@ -243,11 +243,12 @@ def test_metrics_parse_and_keep_vllm_names(loaded):
     assert families["sits2026:cache_config_info"].samples[0].labels["block_size"] == "64"
 
 
-def test_counters_count(loaded):
-    before = {n: loaded.metric(n) for n in ("prompt_tokens_total", "generation_tokens_total")}
-    _, answer = loaded.complete(prompt=[7, 8, 9, 10], max_tokens=6, ignore_eos=True)
-    assert loaded.metric("prompt_tokens_total") - before["prompt_tokens_total"] == 4
-    assert loaded.metric("generation_tokens_total") - before["generation_tokens_total"] == 6
+def test_counters_count(launch):
+    server = launch(TINY)
+    for n in (1, 2):
+        assert server.complete(prompt=[7, 8, 9, 10 + n], max_tokens=6, ignore_eos=True)[0] == 200
+        server.wait_ended(n)
+        assert server.metric("prompt_tokens_total") == 4 * n and server.metric("generation_tokens_total") == 6 * n
 
 
 def test_scrape_is_quick_with_many_streams(loaded):

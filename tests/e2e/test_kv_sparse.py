@@ -18,6 +18,7 @@ def test_a_long_prompt_keeps_to_its_budget(tmp_path):
     assert answers[0][1]["choices"][0]["token_ids"] == answers[1][1]["choices"][0]["token_ids"]
     computed = usage["prompt_tokens"] + usage["completion_tokens"] - 1
     dropped = (computed + 63) // 64 - n_pages  # a page is given up when the next one is begun
+    server.wait_ended(2)
     assert server.metric("kv_pages_dropped_total") == 2 * dropped
     assert server.stop() == 0
 

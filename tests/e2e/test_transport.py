@@ -218,7 +218,8 @@ def test_rolling_restart_loses_none_of_200_streams(begin):
     with concurrent.futures.ThreadPoolExecutor(2 * n_each) as pool:
         http = [pool.submit(over_http, i) for i in range(n_each)]
         rpcs = [pool.submit(over_grpc, i) for i in range(n_each)]
-        wait_for(lambda: old.metric("http_requests_in_flight") + old.metric("grpc_requests_in_flight") >= 2 * n_each + 2, 120)
+        wait_for(lambda: old.metric("request_success_total", finished_reason="length") + old.metric("num_requests_running") +
+                 old.metric("num_requests_waiting") == 2 * n_each, 120)  # in this order none is counted twice
         old.process.send_signal(signal.SIGTERM)
         wait_for(lambda: next(watch).status == NOT_SERVING)
         keep.sendall(b"GET /health/ready HTTP/1.1\r\nHost: t\r\n\r\n")
