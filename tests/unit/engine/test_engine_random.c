@@ -308,19 +308,20 @@ static void test_no_memory(void **state)
   o.kv = rig.fake.kv;
   o.geometry = rig.fake.geometry;
   before = mem_live_blocks();
+  log_set_level(LOG_ERROR);
   for (uint64_t n = 1; n < 200; n++) {
     struct sits_engine *engine = NULL;
     struct sits_error err;
     mem_fault_arm(n);
     enum sits_status status = engine_create(&o, &engine, &err);
+    const int n_fired = mem_fault_fired();
     mem_fault_arm(0);
-    if (status == SITS_OK) {
-      assert_true(n > 20);
-      engine_destroy(engine);
-      break;
-    }
-    assert_int_equal(status, SITS_NOMEM);
+    if (status == SITS_OK) engine_destroy(engine); /* also where the lane failed: prompts are not read in slices then */
+    else assert_int_equal(status, SITS_NOMEM);
     assert_int_equal(mem_live_blocks(), before);
+    if (n_fired > 0) continue;
+    assert_true(status == SITS_OK && n > 20);
+    break;
   }
   rig_close(&rig);
   assert_int_equal(mem_live_blocks(), 0);
