@@ -70,7 +70,7 @@ static float seven_bits(float v)
 {
   int exponent;
   const float fraction = frexpf(v, &exponent); /* 0.5..1 */
-  if (exponent < -13) return ceilf(v * 0x1p24F) * 0x1p-24F; /* where f16 has fixed steps */
+  if (exponent < -17) return ceilf(v * 0x1p24F) * 0x1p-24F; /* fewer than seven bits of f16's least step */
   return ldexpf(ceilf(fraction * 128.0F) / 128.0F, exponent);
 }
 
