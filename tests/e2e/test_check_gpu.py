@@ -108,10 +108,10 @@ def test_all_parts_in_order(machine):
     left_out = {(step["part"], step["name"]): step["reason"] for step in steps if step["result"] == "left out"}
     for step in (("tests", "nodes"), ("throughput", "two GPUs"), ("placement", "trace")):
         assert left_out.pop(step) == "there is one GPU"
-    assert {name for _, name in left_out} == {"pack", "faults", "nodes"} and len(left_out) == 12 and all(left_out.values())
+    assert {name for _, name in left_out} == {"pack", "forms", "faults", "nodes"} and len(left_out) == 16 and all(left_out.values())
     for step in steps:
         assert step["result"] == "left out" or (machine.out / step["log"]).read_text().startswith("$ "), step
-    assert re.search(r"^memcheck +10 +0 +3 ", out, re.M), out
+    assert re.search(r"^memcheck +11 +0 +4 ", out, re.M), out
 
 
 def test_two_gpus_run_what_wants_two(tmp_path):

@@ -1,6 +1,6 @@
 /* Packing of weights for the CUDA kernels, on the host alone: a packed weight read back by its layout's definition (kernels.h) equals the
- * source
- * tensor's own values, for every source type, for parts side by side and for gate and up rows in turns of eight. Needs no device. */
+ * source tensor's own values, for every source type, for parts side by side and for gate and up rows in turns of eight; and each row's
+ * channel scale times a factor that the kernels find again is its scales, or there are none. Needs no device. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -70,7 +70,10 @@ static void run(enum sits_dtype dtype, int64_t cols, int32_t group, bool has_min
   float *want = host_alloc((size_t)cols * sizeof *want);
   /* in two pieces, as an upload does */
   const int32_t n_tiles = k_row_tiles(w.rows), middle = n_tiles / 3;
-  bool ok = pack(&w, 0, middle, packed) == SITS_OK && pack(&w, middle, n_tiles, packed + middle * tile_bytes_of(&w)) == SITS_OK;
+  struct channel_scan scan;
+  bool ok = scan_init(&scan, &w) && pack(&w, 0, middle, packed, &scan) == SITS_OK &&
+            pack(&w, middle, n_tiles, packed + middle * tile_bytes_of(&w), &scan) == SITS_OK;
+  mem_free(scan.channel);
   ok = ok && w.form == form && (form == CUDA_F16 || w.format == format);
   double worst = 0;
   int32_t n_rows = 0;
@@ -99,8 +102,94 @@ static void run(enum sits_dtype dtype, int64_t cols, int32_t group, bool has_min
   gpu_release_all();
 }
 
+/* What gemm_w4a8.cu makes of a scale: the factor, by adding 2^23. */
+static uint32_t factor_of(float scale, float channel)
+{
+  const float sum = fmaf(fabsf(scale), 1.f / fabsf(channel), 8388608.f);
+  uint32_t bits;
+  memcpy(&bits, &sum, 4);
+  return bits & 31;
+}
+
+/* Every f16 that can be a channel scale, every factor. */
+static void run_factors(void)
+{
+  int32_t n = 0, n_bad = 0;
+  for (uint32_t h = 1; h < 0x7C00; h++)
+    for (uint32_t m = 0; m <= ROW_SCALE_MOST; m++) {
+      const float channel = half_value((uint16_t)h), scale = channel * (float)m;
+      if (scale > 65504.f || half_value(half_bits(scale)) != scale) continue;
+      n++;
+      n_bad += factor_of(scale, channel) != m;
+    }
+  verdict(n > 200000 && n_bad == 0, "factors come back: %d of %d do not", n_bad, n);
+}
+
+/* Scales of a row: channel times these, over and over. Rows whose number is a multiple of 7 are zero. */
+struct scale_case { const char *name; int32_t cols, group; int factors[2][8]; bool is_spoilt; enum row_scale_kind want; };
+
+static void set_scales(struct sits_utd *u, const struct scale_case *c, int part)
+{
+  uint16_t *scales = (uint16_t *)u->scales;
+  const int64_t n = c->group > 0 ? (c->cols + c->group - 1) / c->group : 1;
+  for (int64_t r = 0; r < u->dims[0]; r++) {
+    const float channel = ldexpf((float)(64 + rand_u32() % 64), -14 - (int)(r % 3));
+    for (int64_t g = 0; g < n; g++) scales[r * n + g] = half_bits(r % 7 == 6 ? 0.f : channel * (float)c->factors[part][(r + g) % 8]);
+  }
+  if (c->is_spoilt && part == 1) scales[(u->dims[0] - 1) * n] ^= 0x8000; /* the last row's first one is negative */
+}
+
+static void run_channel(const struct scale_case *c, bool is_interleaved)
+{
+  static const int64_t rows[2] = {2044, 508}; /* many tiles for many packers, padding behind them */
+  struct sits_utd u[2];
+  struct program_part parts[2] = {{&u[0], NULL}, {&u[1], NULL}};
+  struct cuda_weight w = {.parts = parts, .n_parts = 2, .is_interleaved = is_interleaved};
+  struct sits_error err = {0};
+  struct channel_scan scan;
+  for (int i = 0; i < 2; i++) {
+    u[i] = random_tensor(SITS_DTYPE_I4, is_interleaved ? 508 : rows[i], c->cols, c->group, false);
+    set_scales(&u[i], c, i);
+  }
+  bool ok = cuda_weight_plan(&w, &err) == SITS_OK && w.format == K_W4_G128 && scan_init(&scan, &w);
+  const int32_t n_tiles = k_row_tiles(w.rows), middle = n_tiles / 3;
+  uint8_t *packed = host_alloc((size_t)cuda_weight_bytes(&w));
+  ok = ok && pack(&w, 0, middle, packed, &scan) == SITS_OK;
+  ok = ok && pack(&w, middle, n_tiles, packed + middle * tile_bytes_of(&w), &scan) == SITS_OK;
+  ok = ok && atomic_load(&scan.kind) == (int)c->want;
+  int32_t n_bad = 0, n_padding = 0;
+  for (int32_t r = 0; ok && c->want != ROW_SCALE_FREE && r < n_tiles * 16; r++) {
+    const struct sits_utd *from;
+    int32_t at;
+    if (r >= w.rows || !source_row(&w, r, &from, &at)) {
+      n_padding++;
+      n_bad += scan.channel[r] != 1.f;
+      continue;
+    }
+    for (int32_t b = 0; b < k_blocks(c->cols); b++) {
+      const uint8_t *unit = packed + ((size_t)(r / 16) * (size_t)k_blocks(c->cols) + (size_t)b) * K_W4_G128_UNIT;
+      const float scale = load_half(unit + K_W4_NIBBLE_BYTES + (r % 16 & 7) * 4 + (r % 16 >> 3) * 2);
+      const uint32_t m = factor_of(scale, scan.channel[r]);
+      n_bad += (float)m * scan.channel[r] != scale || m > ROW_SCALE_MOST || (c->want == ROW_SCALE_POWERS && (m & (m - 1)) != 0);
+    }
+  }
+  ok = ok && n_bad == 0 && (c->want == ROW_SCALE_FREE || n_padding == 8);
+  verdict(ok, "channel scales, %s%s: kind %d, %d bad", c->name, is_interleaved ? ", interleaved" : "", (int)atomic_load(&scan.kind), n_bad);
+  mem_free(scan.channel);
+  gpu_release_all();
+}
+
 int main(void)
 {
+  static const struct scale_case cases[] = {
+      {"powers", 1024, 128, {{1, 2, 4, 8, 16, 0, 2, 2}, {16, 8, 4, 1, 1, 2, 0, 4}}, false, ROW_SCALE_POWERS},
+      {"groups of 256", 1024, 256, {{1, 2, 4, 8, 16, 0, 2, 2}, {16, 8, 4, 1, 1, 2, 0, 4}}, false, ROW_SCALE_POWERS},
+      {"a scale a row", 1056, 0, {{1, 2, 4, 8, 16, 1, 2, 2}, {3, 5, 7, 9, 11, 13, 15, 1}}, false, ROW_SCALE_POWERS},
+      {"multiples in one part", 1024, 128, {{1, 2, 4, 8, 16, 0, 2, 2}, {1, 2, 3, 5, 16, 0, 2, 2}}, false, ROW_SCALE_MULTIPLES},
+      {"multiples", 1024, 128, {{1, 3, 5, 7, 9, 11, 13, 15}, {16, 15, 14, 12, 10, 6, 0, 1}}, false, ROW_SCALE_MULTIPLES},
+      {"free", 1024, 128, {{1, 2, 4, 8, 16, 0, 2, 2}, {1, 2, 4, 17, 16, 0, 2, 2}}, false, ROW_SCALE_FREE},
+      {"one negative", 1024, 128, {{1, 2, 4, 8, 16, 0, 2, 2}, {16, 8, 4, 1, 1, 2, 1, 4}}, true, ROW_SCALE_FREE},
+  };
   for (int i = 0; i < 2; i++) {
     run(SITS_DTYPE_Q4_0, 576, 0, false, i, CUDA_W4, K_W4_G32M);
     run(SITS_DTYPE_Q4_1, 160, 0, false, i, CUDA_W4, K_W4_G32M);
@@ -114,5 +203,8 @@ int main(void)
     run(SITS_DTYPE_Q8_0, 96, 0, false, i, CUDA_F16, K_W4_G32M);
     run(SITS_DTYPE_F32, 72, 0, false, i, CUDA_F16, K_W4_G32M);
   }
+  run_factors();
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+    for (int k = 0; k < 2; k++) run_channel(&cases[i], k);
   return gpu_finish();
 }

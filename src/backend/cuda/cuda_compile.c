@@ -11,6 +11,7 @@
 
 #include "backend/cuda/cuda_comm.h"
 #include "backend/cuda/cuda_internal.h"
+#include "base/log.h"
 #include "base/mem.h"
 
 struct reader {
@@ -264,6 +265,23 @@ static enum sits_status check_dims(const struct program *program, struct sits_er
   return program_check(program, err);
 }
 
+/* Which activations a file's 4-bit products of many tokens get depends on its scales and sites: said once. */
+static void log_forms(const struct backend_program *p)
+{
+  int32_t n_token = 0, n_wide = 0, n_group = 0, n_four = 0;
+  for (int32_t i = 0; i < 4 * p->program->dims.n_layers; i++) {
+    const struct cuda_layer *layer = &p->layers[i / 4];
+    const struct cuda_weight *const weights[] = {layer->qkv, layer->o, layer->gate_up, layer->down}, *w = weights[i % 4];
+    const enum k_act_form form = cuda_act_form(p, w, CUDA_FAST_TOKENS + 1).form;
+    n_four += w->form == CUDA_W4;
+    n_token += form == K_ACT_TILE_S8;
+    n_group += form == K_ACT_GROUP_S8;
+    n_wide += cuda_is_wide_e4m3(p, w);
+  }
+  log_info("cuda", "4-bit products of many tokens: %d with 8 bits a token (%d of them beyond 256 tokens too), %d with 8 bits a token and "
+           "group up to 256 tokens, %d with 16 bits", n_token, n_wide, n_group, n_four - n_token - n_group);
+}
+
 enum sits_status cuda_compile(struct backend *backend, const struct program *program, struct backend_program **out,
                               struct sits_error *err)
 {
@@ -289,6 +307,7 @@ enum sits_status cuda_compile(struct backend *backend, const struct program *pro
     status =
         sits_fail(err, SITS_NOMEM, "cuda: workspaces for %d tokens and %d sequences do not fit the device", p->max_tokens, p->max_rows);
   if (status == SITS_OK) status = cuda_make_slots(p, err);
+  if (status == SITS_OK) log_forms(p);
   if (status == SITS_OK) status = cuda_resident_load(p, err);
   if (status == SITS_OK) status = cuda_gemm_warm(p);
   if (status == SITS_OK) status = CUDA_CALL(backend, cudaStreamSynchronize(backend->stream));

@@ -2,19 +2,23 @@
  *
  *   weight                     rows of the step   activations             kernel
  *   4-bit                      1..16              f16 fragments           sits_k_w4a16
- *   4-bit, channel * integer   17..W4A8_MAX       s8 per token            sits_k_w4a8, absorbed
+ *   4-bit, channel * power     17..W4A8_MAX       s8 per token            sits_k_w4a8, absorbed
  *                              more               e4m3 per token          expanded to e4m3 once a step, cuBLASLt with vector scales
  *   the same, resident         17..W4A8_MAX_RESIDENT, more: the same, but what lies in memory is not expanded (cuda_resident.c)
+ *   4-bit, channel * integer   17..W4A8_MAX       s8 per token            sits_k_w4a8, absorbed
+ *                              more               f16                     as others: e4m3 has too few bits for 3 and 5 times an integer
  *   4-bit, other groups of 128 17..W4A8_MAX       s8 per token and group  sits_k_w4a8, grouped
+ *                              more               f16                     as others
  *   4-bit, other; or w4a16     17 and more        f16                     expanded to f16 once a step or resident, cuBLASLt
  *   f16                        any                f16                     cuBLASLt
+ * Channel: synthetic weights, and those of files whose group scales are such multiples (cuda_weights.c). Where a file says how a product's
+ * input is rounded, f16 in place of all 8-bit forms (cuda_act_form).
  */
 #include "backend/cuda/cuda_internal.h"
 
 #define W4A8_MAX 256          /* where e4m3 would have to be expanded first */
 #define W4A8_MAX_RESIDENT 128 /* where it lies in memory */
 #define FEW_ROWS 64           /* f16 so few is multiplied as it is */
-#define LT_ALIGN 16 /* e4m3 wants every dimension a multiple of this */
 
 enum lt_kind { LT_F16_F16, LT_F16_F32, LT_E4M3_F16, LT_E4M3_F32 };
 
@@ -38,7 +42,7 @@ struct k_act cuda_gemm_form(const struct backend_program *p, const struct cuda_w
   if (is_narrow && w->channel != NULL) {
     const int32_t most = w->resident != NULL && cuda_is_wide_e4m3(p, w) ? W4A8_MAX_RESIDENT : W4A8_MAX;
     if (n <= most && has_sm90) return (struct k_act){K_ACT_TILE_S8, p->act, p->act_scale, k_w4a8_tile(n), p->act_sum};
-    if (p->has_e4m3) return (struct k_act){K_ACT_ROW_E4M3, p->act, p->act_scale, 0};
+    if (cuda_is_wide_e4m3(p, w)) return (struct k_act){K_ACT_ROW_E4M3, p->act, p->act_scale, 0};
   }
   return (struct k_act){K_ACT_ROW_F16, p->act, NULL, 0};
 }
@@ -109,7 +113,7 @@ static struct cuda_lt_plan *lt_plan(struct backend_program *p, int32_t rows, int
   struct cuda_lt_plan *plans = p->lt_plans->at;
   if (p->lt_plans->n == CUDA_MAX_LT_PLANS / 2) cuda_gemm_fini(p); /* steps of many sizes: start over */
   uint32_t at = ((uint32_t)rows * 31u + (uint32_t)cols * 17u + (uint32_t)kind) * 2654435761u >> 16;
-  at += (uint32_t)n / LT_ALIGN;
+  at += (uint32_t)n / CUDA_E4M3_ALIGN;
   struct cuda_lt_plan *plan = &plans[at % CUDA_MAX_LT_PLANS];
   for (; plan->op != NULL; plan = &plans[++at % CUDA_MAX_LT_PLANS])
     if (plan->rows == rows && plan->cols == cols && plan->n == n && plan->kind == (int)kind) return plan;
@@ -124,8 +128,13 @@ static struct cuda_lt_plan *lt_plan(struct backend_program *p, int32_t rows, int
 
 void cuda_gemm_probe(struct backend_program *p)
 {
-  const struct cuda_weight *w = p->layers[0].qkv;
-  p->has_e4m3 = w->rows % LT_ALIGN == 0 && lt_plan(p, w->rows, k_blocks(w->cols) * K_GROUP, 512, LT_E4M3_F16) != NULL;
+  p->has_e4m3 = true;
+  for (int32_t i = 0; i < p->n_weights; i++) {
+    const struct cuda_weight *w = &p->weights[i];
+    const int32_t cols = k_blocks(w->cols) * K_GROUP;
+    if (!cuda_is_wide_e4m3(p, w)) continue;
+    p->has_e4m3 = lt_plan(p, w->rows, cols, 512, LT_E4M3_F16) != NULL && lt_plan(p, w->rows, cols, 512, LT_E4M3_F32) != NULL;
+  }
 }
 
 /* adds: y is added to. */

@@ -31,6 +31,7 @@
 #define CUDA_MAX_LT_PLANS 1024         /* a power of two */
 #define CUDA_MAX_GRAPHS 64
 #define CUDA_TILE_TOKENS 128         /* of the library's 8-bit and 16-bit products */
+#define CUDA_E4M3_ALIGN 16           /* the library wants every dimension of e4m3 products a multiple of this */
 #define CUDA_LANE_TOKENS 1024        /* a chunk that computes nearly as well as any, in pieces of about a millisecond */
 #define CUDA_IN_FLIGHT 2             /* batches submitted and not waited for */
 
@@ -66,7 +67,8 @@ struct cuda_weight {
   int32_t rows, cols;               /* rows as multiplied, interleave padding included */
   void *data;                       /* packed tiles, or f16 [rows][k_blocks*128] */
   void *resident;                   /* expanded for steps of many tokens (cuda_resident.c), or NULL: each such step expands */
-  float *channel;                   /* scales are channel * integer; NULL: not of that kind */
+  float *channel;                   /* [padded rows] scales are channel * 0 .. 16; NULL: not of that kind */
+  bool has_powers;                  /* the factors are 0 and powers of two: times a 4-bit integer they are e4m3 to the bit */
   float *bias;                      /* [rows] or NULL */
   const struct act_format *act;     /* how the LINEAR's input is rounded; NULL: as the backend likes */
   enum k_act_round round;           /* the same as kernels say it */
@@ -251,17 +253,17 @@ enum sits_status cuda_gemm_swiglu(struct backend_program *p, const struct cuda_w
  * writes hold that many; what it computes beyond n is not looked at. */
 static inline int32_t cuda_lt_rows(int32_t n)
 {
-  const int32_t unit = n <= 128 ? 16 : 128; /* e4m3 wants multiples of 16; a tile takes as long whole, and each size wants a plan */
+  const int32_t unit = n <= 128 ? CUDA_E4M3_ALIGN : 128; /* a tile takes as long whole, and each size wants a plan */
   return (n + unit - 1) / unit * unit;
 }
-/* Whether cuBLASLt takes e4m3 with vector scales; sets p->has_e4m3. */
+/* Whether cuBLASLt takes e4m3 with vector scales in the shapes of all weights that want it; sets p->has_e4m3. */
 void cuda_gemm_probe(struct backend_program *p);
 /* Multiply once in every size that a lane's chunk has, so that no step waits for the library's choice and the loading of its kernels. */
 enum sits_status cuda_gemm_warm(struct backend_program *p) SITS_MUST_CHECK;
 void cuda_gemm_fini(struct backend_program *p);
 
 /* ---- cuda_resident.c ---- */
-/* Whether steps of many tokens multiply this 4-bit weight as e4m3; else as f16. */
+/* Whether steps of many tokens multiply this 4-bit weight as e4m3; else as f16. The one place that decides. */
 bool cuda_is_wide_e4m3(const struct backend_program *p, const struct cuda_weight *w);
 /* Expand what `prefill-weights` wants in memory; workspaces are there already. NOMEM names the option. */
 enum sits_status cuda_resident_load(struct backend_program *p, struct sits_error *err) SITS_MUST_CHECK;

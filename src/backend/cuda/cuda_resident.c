@@ -15,7 +15,8 @@
 
 bool cuda_is_wide_e4m3(const struct backend_program *p, const struct cuda_weight *w)
 {
-  return w->channel != NULL && w->act == NULL && p->backend->recipe != CUDA_RECIPE_W4A16 && p->has_e4m3;
+  return w->channel != NULL && w->has_powers && w->act == NULL && p->backend->recipe != CUDA_RECIPE_W4A16 && p->has_e4m3 &&
+         w->rows % CUDA_E4M3_ALIGN == 0;
 }
 
 static size_t bytes_of(const struct backend_program *p, const struct cuda_weight *w)

@@ -6,10 +6,12 @@
  *   Q4_1                 K_W4_G32M            scale = d, minimum = m (exact)
  *   Q4_K                 K_W4_G32M            scale = d * sc, minimum = -dmin * mn (each rounded to f16 once)
  *   I4, groups of 32 n   K_W4_G32M            the group's scale and minimum, -8 scale where there is none (exact)
- *   I4, groups of 128 n  K_W4_G128            the group's scale (exact); without minimums only
+ *   I4, groups of 128 n  K_W4_G128            the group's scale (exact); without minimums only; a scale a row too
  *   I4, no data          K_W4_G128            random (synthetic models)
  *   others               f16 rows             rounded to f16
- * A weight of several parts is 4-bit only when all its parts are. Row tiles are packed by all cores straight from the mapped file into one
+ * A weight of several parts is 4-bit only when all its parts are. K_W4_G128 gets channel scales beside it where the scales of each row, all
+ * parts included, are 0 to 16 times one number (tensor/row_scale.h; synthetic weights are made so): the packers look at the scales of the
+ * rows they pack, until one row is found that is not so. Row tiles are packed by all cores straight from the mapped file into one
  * of two pieces of pinned memory, while the other is on its way to the device.
  */
 #include <math.h>
@@ -21,6 +23,7 @@
 #include "base/cores.h"
 #include "base/mem.h"
 #include "tensor/dequant.h"
+#include "tensor/row_scale.h"
 
 #define MAX_PACKERS 16
 
@@ -194,8 +197,32 @@ static void pack_row_f16(const struct cuda_weight *w, uint16_t *out, const struc
   }
 }
 
+/* Channel scales on the host, noted row by row by all packers; what holds of every row so far (enum row_scale_kind). Rows of padding,
+ * whose scales are zero, have 1: kernels divide by it. */
+struct channel_scan { float *channel; _Atomic int kind; };
+
+static bool scan_init(struct channel_scan *scan, const struct cuda_weight *w)
+{
+  const bool has_scan = w->form == CUDA_W4 && w->format == K_W4_G128;
+  const int32_t n = has_scan ? k_row_tiles(w->rows) * 16 : 0;
+  scan->channel = mem_alloc((size_t)n * sizeof *scan->channel + 1);
+  atomic_init(&scan->kind, has_scan ? ROW_SCALE_POWERS : ROW_SCALE_FREE);
+  for (int32_t i = 0; scan->channel != NULL && i < n; i++) scan->channel[i] = 1.f;
+  return scan->channel != NULL;
+}
+
+static void scan_row(struct channel_scan *scan, int32_t row, const struct sits_utd *utd, int32_t at)
+{
+  int known = atomic_load(&scan->kind);
+  if (known == ROW_SCALE_FREE) return;
+  const int64_t group = group_of(utd);
+  const int kind = (int)row_scale_find(sits_utd_row_scales(utd, at), (utd->dims[1] + group - 1) / group, &scan->channel[row]);
+  while (kind < known && !atomic_compare_exchange_weak(&scan->kind, &known, kind)) {}
+}
+
 struct pack_job {
   const struct cuda_weight *w;
+  struct channel_scan *scan;
   uint8_t *out;                     /* of the first tile */
   int32_t first, end;               /* row tiles */
   _Atomic int32_t next;
@@ -225,9 +252,10 @@ static void *pack_worker(void *arg)
       const struct sits_utd *utd;
       int32_t at;
       if (t * 16 + r >= w->rows || !source_row(w, t * 16 + r, &utd, &at)) continue;
-      if (w->form == CUDA_W4)
+      if (w->form == CUDA_W4) {
         pack_row_w4(w, tile, r, utd, at);
-      else
+        scan_row(job->scan, t * 16 + r, utd, at);
+      } else
         pack_row_f16(w, (uint16_t *)(tile + r * row_bytes), utd, at, scratch);
     }
   }
@@ -236,9 +264,9 @@ static void *pack_worker(void *arg)
 }
 
 /* Row tiles first .. end - 1 into out. */
-static enum sits_status pack(const struct cuda_weight *w, int32_t first, int32_t end, uint8_t *out)
+static enum sits_status pack(const struct cuda_weight *w, int32_t first, int32_t end, uint8_t *out, struct channel_scan *scan)
 {
-  struct pack_job job = {.w = w, .out = out, .first = first, .end = end, .next = first};
+  struct pack_job job = {.w = w, .scan = scan, .out = out, .first = first, .end = end, .next = first};
   pthread_t threads[MAX_PACKERS];
   int32_t n = 0;
   const int32_t cores = cores_usable();
@@ -287,7 +315,7 @@ void cuda_stage_fini(struct backend *backend, struct cuda_stage *stage)
 }
 
 /* Piece by piece: wait until a piece's last copy has ended, pack into it, start its copy. */
-static enum sits_status upload(struct backend *backend, const struct cuda_weight *w, struct cuda_stage *stage)
+static enum sits_status upload(struct backend *backend, const struct cuda_weight *w, struct cuda_stage *stage, struct channel_scan *scan)
 {
   const int64_t tile_bytes = tile_bytes_of(w), total = cuda_weight_bytes(w);
   const int32_t n_tiles = k_row_tiles(w->rows), step = (int32_t)(CUDA_STAGE_BYTES / tile_bytes);
@@ -297,7 +325,7 @@ static enum sits_status upload(struct backend *backend, const struct cuda_weight
     const int64_t from = t * tile_bytes, to = end * tile_bytes < total ? end * tile_bytes : total;
     stage->next = !i;
     enum sits_status status = CUDA_CALL(backend, cudaEventSynchronize(stage->copied[i]));
-    if (status == SITS_OK) status = pack(w, t, end, stage->host[i]);
+    if (status == SITS_OK) status = pack(w, t, end, stage->host[i], scan);
     if (status == SITS_OK)
       status = CUDA_CALL(backend, cudaMemcpyAsync((uint8_t *)w->data + from, stage->host[i], (size_t)(to - from), cudaMemcpyHostToDevice,
                                                   backend->stream));
@@ -305,6 +333,18 @@ static enum sits_status upload(struct backend *backend, const struct cuda_weight
     if (status != SITS_OK) return status;
   }
   return SITS_OK;
+}
+
+/* What the packers found, where it held of all rows. */
+static enum sits_status load_channel(struct backend *backend, const void *owner, struct cuda_weight *w, const struct channel_scan *scan)
+{
+  const int kind = atomic_load(&scan->kind);
+  const size_t bytes = (size_t)k_row_tiles(w->rows) * 16 * sizeof *w->channel;
+  if (kind == ROW_SCALE_FREE) return SITS_OK;
+  w->channel = cuda_memory_alloc(backend, owner, bytes);
+  if (w->channel == NULL) return SITS_NOMEM;
+  w->has_powers = kind == ROW_SCALE_POWERS;
+  return CUDA_CALL(backend, cudaMemcpy(w->channel, scan->channel, bytes, cudaMemcpyHostToDevice));
 }
 
 enum sits_status cuda_weight_load(struct backend *backend, const void *owner, struct cuda_weight *w, struct cuda_stage *stage,
@@ -316,12 +356,16 @@ enum sits_status cuda_weight_load(struct backend *backend, const void *owner, st
   if (w->parts[0].weight->data == NULL) {
     w->channel = cuda_memory_alloc(backend, owner, (size_t)k_row_tiles(w->rows) * 16 * sizeof *w->channel);
     if (w->channel == NULL) return sits_fail(err, SITS_NOMEM, "cuda: out of device memory");
+    w->has_powers = true;
     /* Nibbles are uniform in -8..7 (mean square 21.5), multipliers 1 or 2 (2.5), channels 1..1.5 (1.6): rows of about unit norm. */
     const struct k_fill_w4 fill = {w->data, w->format, w->rows, w->cols, 1.f / sqrtf(21.5f * 2.5f * 1.6f * (float)w->cols),
                                    seed,    w->channel};
     return CUDA_CALL(backend, sits_k_fill_w4(&fill, (struct k_stream){(struct CUstream_st *)backend->stream, false}));
   }
-  const enum sits_status status = upload(backend, w, stage);
+  struct channel_scan scan;
+  enum sits_status status = scan_init(&scan, w) ? upload(backend, w, stage, &scan) : SITS_NOMEM;
+  if (status == SITS_OK) status = load_channel(backend, owner, w, &scan);
+  mem_free(scan.channel);
   if (status != SITS_OK) return sits_fail(err, status, "cuda: %s: upload failed", w->parts[0].weight->name);
   return load_bias(backend, owner, w, err);
 }
