@@ -32,9 +32,12 @@ static const struct option_spec specs[] = {
          "Move scale from the inputs of matrices that are rounded anew into their columns, and back out of the norm or matrix before, so "
          "that the columns that matter most are rounded finest. auto: where there is calibration text."),
     ENUM("head", head, "keep", "keep|f16|int8", "Embedding and head. keep: as they come, float ones as f16."),
-    ENUM("activations", activations, "int8", "float|int8|int4", "Inputs of the layers' matrix products."),
-    ENUM("down-activations", down_activations, "same", "same|float|int8|int4", "Input of down_proj, the hardest to round."),
-    ENUM("head-activations", head_activations, "int8", "float|int8", "Input of the head."),
+    ENUM("activations", activations, "int8", "backend|float|int8|int4",
+         "Inputs of the layers' matrix products. backend: as the device that runs the file likes (a CPU: int8; a GPU: 16 bits, and 8 bits "
+         "a token where a step has many and the weights are in groups of 128); the others are the same everywhere, on a GPU at the speed "
+         "of 16 bits."),
+    ENUM("down-activations", down_activations, "same", "same|backend|float|int8|int4", "Input of down_proj, the hardest to round."),
+    ENUM("head-activations", head_activations, "int8", "backend|float|int8", "Input of the head."),
     INT("outliers", outliers, "128", 4096, "channels",
         "Channels of an int4 site that stay in 8 bits: those of the highest mean square on the calibration text, at most a quarter."),
     INT("int8-first-layers", int8_first_layers, "0", 1024, "layers", "Layers from the first on whose int4 sites become int8."),
@@ -67,6 +70,14 @@ static const struct { const char *name, *text; } builtin[] = {
      "weights: int4\n"
      "weight-group: 32\n"
      "activations: int8\n"},
+    {"w4a8-g128",
+     "description: 4-bit weights in groups of 128 for a GPU, scales powers of two times the channel's, activations as the device likes.\n"
+     "weights: int4\n"
+     "weight-group: 128\n"
+     "weight-minimum: false\n"
+     "weight-scales: powers\n"
+     "activations: backend\n"
+     "head-activations: backend\n"},
     {"w4a4",
      "description: 4-bit weights and activations; 128 outlier channels a site and down_proj's input in 8 bits.\n"
      "weights: int4\n"
@@ -140,8 +151,8 @@ enum sits_status quant_recipe_load(const char *name, struct quant_recipe *out, s
   for (int i = 0; i < quant_recipe_count(); i++)
     if (strcmp(name, builtin[i].name) == 0) return quant_recipe_parse(builtin[i].text, strlen(builtin[i].text), name, out, err);
   if (!strchr(name, '/') && !(n > 5 && strcmp(name + n - 5, ".yaml") == 0))
-    return sits_fail_param(err, SITS_CONFIG, "recipe", "no recipe '%.60s': w16a16, w8a8, w4a16, w4a8, w4a4, w4a4-mixed, or a .yaml file",
-                           name);
+    return sits_fail_param(err, SITS_CONFIG, "recipe",
+                           "no recipe '%.60s': w16a16, w8a8, w4a16, w4a8, w4a8-g128, w4a4, w4a4-mixed, or a .yaml file", name);
   struct mapfile file;
   enum sits_status status = mapfile_open(&file, name, err);
   if (status) return status;

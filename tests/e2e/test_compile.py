@@ -177,6 +177,55 @@ def scale_multiples(path):
     return found
 
 
+def write_wide_model(path):
+    """Random weights, rows of multiples of 128, groups of very different size; speaks no language."""
+    sys.path.insert(0, str(ROOT / "tests" / "tools"))
+    import make_gguf
+    import numpy_llama
+    spec = numpy_llama.Spec(width=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=640, n_vocab=300)
+    rng = np.random.default_rng(1)
+    weights = numpy_llama.random_weights(spec, 1)
+    for name, w in weights.items():
+        if "_proj" in name:
+            sizes = 2.0 ** rng.uniform(-1.5, 1.5, (w.shape[0], w.shape[1] // 128))
+            weights[name] = (w * np.repeat(sizes, 128, axis=1)).astype(np.float32)
+    make_gguf.write_gguf(path, spec, weights)
+    return [int(i) for i in rng.integers(0, 300, 40)]
+
+
+def test_the_recipe_for_a_gpu(tmp_path):
+    """Groups of 128 without minimums, whose scales are powers of two times one of the row; inputs are left to the device: on a CPU int8."""
+    ids = write_wide_model(tmp_path / "m.gguf")
+    done = run("compile", tmp_path / "m.gguf", "-o", tmp_path / "gpu.bin", "--recipe", "w4a8-g128")
+    assert done.returncode == 0 and "not in groups" not in done.stdout, done.stderr
+    said = run("compile", "--inspect", tmp_path / "gpu.bin").stdout
+    assert said.count("groups of 128") == 14 and "minimums" not in said and re.search(r"layer 1 +down +backend\n", said)
+    assert re.search(r"head +float\n", said)  # its weights are floats
+    assert {1, 2, 4} <= scale_multiples(tmp_path / "gpu.bin") <= {1, 2, 4, 8, 16}
+    text = (ROOT / "configs" / "recipes" / "w4a8-g128.yaml").read_text()
+    (tmp_path / "int8.yaml").write_text(text.replace("\nactivations: backend", "\nactivations: int8"))
+    compile_model(tmp_path / "m.gguf", tmp_path / "int8.bin", "--recipe", tmp_path / "int8.yaml")
+    assert np.array_equal(logits(tmp_path / "gpu.bin", ids, tmp_path), logits(tmp_path / "int8.bin", ids, tmp_path))
+
+
+@needs_stories
+def test_what_has_no_long_groups_is_named(tmp_path):
+    """Rows of 64 and 172 columns in the recipe for a GPU."""
+    done = run("compile", STORIES / "hf", "-o", tmp_path / "s.bin", "--recipe", "w4a8-g128")
+    assert done.returncode == 0, done.stderr
+    listed = done.stdout.split("not in groups of 128")[1].splitlines()[1:]
+    narrow = [line for line in listed if "groups of" in line]
+    assert len(narrow) == 5 * 6 and all("groups of 64, for its rows" in line for line in narrow)
+    assert any("model.layers.4.mlp.up_proj.weight" in line for line in narrow)
+
+
+@needs_smol
+def test_a_kept_grid_has_no_long_groups(tmp_path):
+    done = run("compile", SMOL, "-o", tmp_path / "s.bin", "--recipe", "w4a8-g128")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("groups of 32, the source's") == 30 * 7
+
+
 @needs_stories
 def test_outlier_channels(tmp_path):
     """Channels scaled 50 times: plain rounding to 4 bits fails, scales moved into the weights, GPTQ and a few 8-bit channels hold."""

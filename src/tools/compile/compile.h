@@ -128,8 +128,9 @@ struct compile_result {
 enum sits_status compile_run(const struct compile_options *options, struct compile_result *out, struct sits_error *err) SITS_MUST_CHECK;
 enum sits_status compile_inspect(const char *path, struct sits_error *err) SITS_MUST_CHECK;
 
-/* Text to stdout, and JSON to path where it is not NULL. */
-enum sits_status compile_report(const struct compile_matrix *matrices, int64_t n, const char *path, bool is_quiet, struct sits_error *err)
-    SITS_MUST_CHECK;
+/* Text to stdout, and JSON to path where it is not NULL. group: what the recipe asks for; matrices of the layers with smaller ones are
+ * named. */
+enum sits_status compile_report(const struct compile_matrix *matrices, int64_t n, int32_t group, const char *path, bool is_quiet,
+                                struct sits_error *err) SITS_MUST_CHECK;
 
 #endif

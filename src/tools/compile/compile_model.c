@@ -57,7 +57,7 @@ static enum sits_status check_target(const struct compile_options *o, const stru
 
 static enum act_kind kind_named(const char *name)
 {
-  return is_text(name, "int4") ? ACT_INT4 : is_text(name, "int8") ? ACT_INT8 : ACT_FLOAT;
+  return is_text(name, "int4") ? ACT_INT4 : is_text(name, "int8") ? ACT_INT8 : is_text(name, "float") ? ACT_FLOAT : ACT_BACKEND;
 }
 
 /* Is "LAYER.SITE" in a list with commas? */
@@ -524,7 +524,8 @@ enum sits_status compile_run(const struct compile_options *options, struct compi
   if (!status) status = list_matrices(&c, err);
   if (!status) status = make_matrices(&c, err);
   if (!status) status = write_file(&c, err);
-  if (!status) status = compile_report(c.matrices, c.n_matrices, options->report, options->quiet, err);
+  if (!status) status = compile_report(c.matrices, c.n_matrices, (int32_t)c.recipe.weight_group, options->report,
+                                        options->quiet, err);
   if (!status) summarise(&c, start_us, out);
   compilation_fini(&c, !status);
   return status;

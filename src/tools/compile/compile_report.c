@@ -87,7 +87,30 @@ static enum sits_status write_json(const struct compile_matrix *matrices, int64_
   return failed ? sits_fail(err, SITS_IO, "%.150s: cannot be written: %s", path, strerror(errno)) : SITS_OK;
 }
 
-enum sits_status compile_report(const struct compile_matrix *matrices, int64_t n, const char *path, bool is_quiet, struct sits_error *err)
+/* Integers of a layer in smaller groups than the recipe's: it does not divide their rows, or they came on a grid that is kept. Their
+ * group, 0 for others. Blocks of 256 (Q4_K) have groups of 32 inside. */
+static int32_t narrow_group(const struct compile_matrix *m, int32_t group)
+{
+  const struct sits_utd *u = &m->made.utd;
+  if (m->is_outer || group <= 32 || u->dtype == SITS_DTYPE_F16 || u->dtype == SITS_DTYPE_BF16) return 0;
+  const int32_t own = u->quant == SITS_QUANT_GROUP ? u->group_size : 32;
+  return own < group ? own : 0;
+}
+
+static void print_narrow(const struct compile_matrix *matrices, int64_t n, int32_t group)
+{
+  int64_t n_narrow = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const struct compile_matrix *m = &matrices[i];
+    const int32_t own = narrow_group(m, group);
+    if (own == 0) continue;
+    if (n_narrow++ == 0) printf("not in groups of %d, which a GPU reads fast:\n", group);
+    printf("  %-40s groups of %d, %s\n", m->made.utd.name, own, m->made.is_kept ? "the source's" : "for its rows are no multiple of more");
+  }
+}
+
+enum sits_status compile_report(const struct compile_matrix *matrices, int64_t n, int32_t group, const char *path, bool is_quiet,
+                                struct sits_error *err)
 {
   int64_t n_kept = 0, n_broken = 0;
   double worst = 0;
@@ -111,5 +134,6 @@ enum sits_status compile_report(const struct compile_matrix *matrices, int64_t n
     printf("%" PRId64 " matrices, %" PRId64 " kept as they were, %" PRId64 " above the bound; "
            "largest relative Frobenius error %.4f%% %s\n", n,
            n_kept, n_broken, 100 * worst, worst_name);
+  if (!is_quiet) print_narrow(matrices, n, group);
   return path ? write_json(matrices, n, path, err) : SITS_OK;
 }

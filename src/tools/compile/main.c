@@ -17,7 +17,7 @@
 
 static const struct option_spec specs[] = {
     STR("output", output, "The engine file to write; -o FILE for short."),
-    STR("recipe", recipe, "w16a16, w8a8, w4a16, w4a8 (the default), w4a4, w4a4-mixed, or a YAML file."),
+    STR("recipe", recipe, "w16a16, w8a8, w4a16, w4a8 (the default), w4a8-g128 (for a GPU), w4a4, w4a4-mixed, or a YAML file."),
     ENUM("target", target, "any", "any|cpu|cuda-sm80|cuda-sm90",
          "Where it will run: what cannot is refused. All hold the neutral layout, which is packed for the device while loading."),
     ENUM("kv-cache-compress", kv_cache_compress, "none", "none|int8|int4|fp4|fp4-sparse",

@@ -32,12 +32,14 @@ static void files_equal_builtin(void **state)
 static void named_ones_say_what_their_names_say(void **state)
 {
   (void)state;
-  static const struct { const char *name, *weights, *activations, *down; int64_t outliers, last; } want[] = {
-      {"w16a16", "f16", "float", "same", 128, 0}, {"w8a8", "int8", "int8", "same", 128, 0},   {"w4a16", "int4", "float", "same", 128, 0},
-      {"w4a8", "int4", "int8", "same", 128, 0},   {"w4a4", "int4", "int4", "int8", 128, 0},   {"w4a4-mixed", "int4", "int4", "int8", 128,
-                                                                                               5}};
-  assert_int_equal(quant_recipe_count(), 6);
-  for (size_t i = 0; i < 6; i++) {
+  static const struct { const char *name, *weights, *activations, *down; int64_t outliers, last, group; } want[] = {
+      {"w16a16", "f16", "float", "same", 128, 0, 32}, {"w8a8", "int8", "int8", "same", 128, 0, 32},
+      {"w4a16", "int4", "float", "same", 128, 0, 32}, {"w4a8", "int4", "int8", "same", 128, 0, 32},
+      {"w4a8-g128", "int4", "backend", "same", 128, 0, 128}, {"w4a4", "int4", "int4", "int8", 128, 0, 32},
+      {"w4a4-mixed", "int4", "int4", "int8", 128, 5, 32}};
+  enum { N_WANT = sizeof want / sizeof *want };
+  assert_int_equal(quant_recipe_count(), N_WANT);
+  for (size_t i = 0; i < N_WANT; i++) {
     struct quant_recipe r;
     struct sits_error err = {0};
     if (quant_recipe_load(want[i].name, &r, &err)) fail_msg("%s", err.text);
@@ -47,7 +49,9 @@ static void named_ones_say_what_their_names_say(void **state)
     assert_string_equal(r.down_activations, want[i].down);
     assert_int_equal(r.outliers, want[i].outliers);
     assert_int_equal(r.int8_last_layers, want[i].last);
-    assert_int_equal(r.weight_group, 32);
+    assert_int_equal(r.weight_group, want[i].group);
+    assert_string_equal(r.weight_scales, want[i].group == 128 ? "powers" : "f16");
+    assert_true(r.weight_minimum == (want[i].group != 128)); /* the kernels of long groups know none */
     assert_true(r.keep_grid);
     quant_recipe_fini(&r);
   }
@@ -64,6 +68,7 @@ static void mistakes_are_named(void **state)
       {"weights: int8\nweight-scales: multiples\n", "multiples", "weight-scales"},
       {"weight-group: 0\nweight-scales: powers\n", "powers", "weight-scales"},
       {"weights: f16\n", "f16 weights", "activations"},
+      {"weights: f16\nactivations: backend\n", "f16 weights", "activations"},
       {"weights: f16\nactivations: float\ndown-activations: int8\nhead-activations: float\n", "f16 weights", "down-activations"},
       {"head: f16\n", "f16 head", "head-activations"},
       {"outliers: -1\n", "outliers", "outliers"},
