@@ -91,7 +91,7 @@ enum sits_status alps_create(const struct alps_options *options, struct alps **o
   alps_cost_init(&alps->cost, &options->prior, options->tile_tokens);
   alps_verify_init(&alps->verify);
   alps->margin = ALPS_MARGIN_START;
-  alps->slice_id = alps->given_up_class = -1;
+  alps->slice_id = -1;
   alps->slice_ratio = 1;
   alps->sequence_cap = options->max_seqs;
   alps->pressed_class = ALPS_CLASSES;
@@ -120,6 +120,7 @@ static void wake_class(struct alps *alps, int32_t service_class)
 {
   struct alps_class *c = &alps->classes[service_class];
   if (c->n_waiting > 0 || c->n_running > 0) return;
+  c->was_given_up = false;
   double least = INFINITY;
   for (int i = 0; i < ALPS_CLASSES; i++) {
     const struct alps_class *other = &alps->classes[i];
@@ -252,6 +253,7 @@ void alps_remove(struct alps *alps, int32_t id)
     int32_t n_output = e->request.n_known - e->n_prompt + 1;
     alps->output_mean += (alps->output_mean > 0 ? 0.02 : 1) * (n_output - alps->output_mean);
   }
+  if (alps->slice_id == id) alps->classes[e->request.service_class].was_given_up = false; /* its chunk may have been its end */
   if (e->state == ALPS_RUNNING) stop_running(alps, id);
   else if (e->state == ALPS_LEAVING) stop_leaving(alps, id);
   else if (e->is_held) unpark(alps, id);
@@ -266,7 +268,7 @@ void alps_update(struct alps *alps, int32_t id, int32_t n_known, int32_t n_compu
   assert(e->state == ALPS_RUNNING && n_computed <= n_known);
   if (alps->slice_id == id && n_computed > e->n_computed) {
     alps->slice_id = -1;
-    if (e->request.service_class >= alps->given_up_class) alps->given_up_class = -1;
+    alps->classes[e->request.service_class].was_given_up = false;
   }
   if (n_computed > e->n_charged) {
     alps_tenant_charge(alps, e->tenant, n_computed - e->n_charged);
@@ -317,9 +319,9 @@ void alps_offer(struct alps *alps, int32_t id, int32_t n_draft, const float *cha
 }
 
 /* Half a percent of the tokens may come late. What steps that were not meant to be late take of it is not there for those that are. */
-static void count_late(struct alps *alps, int32_t n_decode, bool is_late)
+static void count_late(struct alps *alps, int32_t n_tokens, bool is_late)
 {
-  const double credit = alps->late_credit + LATE_SHARE * n_decode - (is_late ? n_decode : 0);
+  const double credit = alps->late_credit + LATE_SHARE * n_tokens - (is_late ? n_tokens : 0);
   alps->late_credit = fmax(-LATE_MOST, fmin(credit, LATE_MOST));
 }
 
@@ -381,15 +383,16 @@ void alps_report(struct alps *alps, const struct alps_plan *plan, int64_t step_u
   alps->n_decode_before = plan->n_decode;
   /* The gap that this step's tokens ended: for those that joined it, from their first tokens. */
   const int32_t n_waited = plan->n_decode - plan->n_joined;
-  const int64_t joined_us = step_us - plan->joined_us, late_us = alps->options.itl_target_us, begun_us = n_waited > 0 ? 0 : plan->joined_us;
+  const int64_t joined_us = step_us - plan->joined_us, late_us = alps->options.itl_target_us;
   if (n_waited > 0) alps_window_add(&alps->window, step_us, n_waited, step_us > late_us);
   if (plan->n_joined > 0) alps_window_add(&alps->window, joined_us, plan->n_joined, joined_us > late_us);
   if (plan->n_decode > 0 && plan->work.n_prompt_tokens == 0) {
     alps->decode_us += (alps->decode_us > 0 ? 0.1 : 1) * (items_us - alps->decode_us);
   }
   if (alps->options.itl_target_us == 0 || plan->n_decode == 0) return;
-  count_late(alps, plan->n_decode, step_us - begun_us > late_us);
-  if (!plan->is_stretched) control(alps, plan, own_us - begun_us);
+  count_late(alps, n_waited, step_us > late_us);
+  count_late(alps, plan->n_joined, joined_us > late_us);
+  if (!plan->is_stretched) control(alps, plan, own_us - (n_waited > 0 ? 0 : plan->joined_us));
 }
 
 void alps_counts(const struct alps *alps, struct alps_counts *out)

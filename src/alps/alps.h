@@ -110,7 +110,7 @@ struct alps_plan {
   struct alps_cost_work work;  /* what the prediction was made from */
   /* A chunk that is read in slices, beside the items: this step's slice ends slice_us after the end of the step before, so that the items
    * still come in time; or, slice_is_behind, is run when the items are computed, until then, but for slice_least_us at least. The same
-   * chunk is planned, or left out, until alps_update says that it is computed. */
+   * chunk is planned, or left out, until alps_update says that it is computed, or it is given up for a higher class's (slice_begins). */
   struct alps_item slice;      /* id -1: none */
   bool slice_begins;           /* it is a new one; what another had begun would be given up */
   int32_t slice_class;
@@ -156,7 +156,8 @@ void alps_remove(struct alps *alps, int32_t id);
  * no victims: the decodes need pages of leaving entries now, so free some. */
 enum sits_status alps_plan(struct alps *alps, int64_t now_us, int32_t n_available, alps_admit_fn admit, void *user,
                            struct alps_plan *plan) SITS_MUST_CHECK;
-/* The plan's items will not run: something more urgent has come while its slice ran (report that as a plan without items first). */
+/* The plan's items will not run: something more urgent has come while its slice ran (report that first, as a plan without items, n_joined
+ * included). */
 void alps_drop_plan(struct alps *alps);
 /* The plan's slice has ended (alps_update has been told of its entry, which now decodes if it has drawn): its next token joins the plan.
  * has_time: what is left of the step's time goes to other prompts, as a new slice or as items behind the decodes. True: plan->slice is to

@@ -56,6 +56,7 @@ struct alps_class {
   int64_t admitted_us;          /* when one was admitted last, or nobody waited */
   double credit_us;             /* time that its decodes may take while a higher class is short of time */
   bool was_active;
+  bool was_given_up;            /* its chunk in slices, for a higher class; until one of its own is read, or it has nothing more */
 };
 
 /* What a plan books before it is known whether it will run: time received and time saved up. */
@@ -84,7 +85,6 @@ struct alps {
   int32_t n_prefill;
   int32_t slice_id;             /* entry whose chunk is being read in slices, -1 none */
   int32_t slice_n;              /* its tokens */
-  int32_t given_up_class;       /* whose chunk in slices was given up for a higher one, until one of that class or lower is read; else -1 */
   struct alps_cost_work slice_work; /* the chunk alone, */
   int64_t slice_spent_us;       /* and the time that it has taken so far */
   struct { uint64_t admitted; int64_t kv_tokens; int32_t n_steps; } reading; /* prompt in slices: decodes' contexts at its first; steps */

@@ -343,7 +343,7 @@ static bool has_waited(const struct alps *alps, int32_t service_class)
 }
 
 /* What entries would leave behind if they were evicted. */
-struct leavings { int32_t n_seqs, n_unborn; int64_t n_pages, growth_pages; };
+struct leavings { int32_t n_seqs, n_unborn; int64_t n_pages, growth_pages; struct alps_cost_work decodes; };
 
 /* Whether there is room for one more entry beside all but those: slots, pages up to its projected end, and time for its decoding. */
 static bool has_room(const struct planner *p, const struct alps_entry *e, const struct leavings *without)
@@ -362,6 +362,8 @@ static bool has_room(const struct planner *p, const struct alps_entry *e, const 
     work.n_decode += p->decodes[c].n_decode;
     work.decode_kv_tokens += p->decodes[c].decode_kv_tokens;
   }
+  work.n_decode -= without->decodes.n_decode;
+  work.decode_kv_tokens -= without->decodes.decode_kv_tokens;
   /* With time to spare one more is tried whatever the model says: how cost grows with sequences is learned by having them. */
   double budget = alps_admission_us(alps, e->request.n_known);
   if (alps_cost_predict(&alps->cost, &work) <= DECODE_EASY * budget) return true;
@@ -380,6 +382,8 @@ static struct leavings evictable(struct alps *alps, int32_t service_class)
     all.n_unborn += e->request.width - 1;
     all.n_pages += e->n_pages;
     all.growth_pages += projected_growth(alps, e);
+    if (e->request.service_class > service_class) continue; /* the others' time is not counted against it */
+    for (int32_t k = 0; k < e->request.width; k++) alps_cost_add_decode(&all.decodes, e->request.n_known);
   }
   return all;
 }
@@ -490,7 +494,7 @@ static double sliced_tokens(const struct planner *p, const struct alps_entry *e,
 static bool may_take_lane(const struct alps *alps, const struct alps_entry *e)
 {
   const int32_t owner = alps->entries[alps->slice_id].request.service_class;
-  return alps->options.slices_behind && owner > e->request.service_class && alps->given_up_class < 0;
+  return alps->options.slices_behind && owner > e->request.service_class && !alps->classes[owner].was_given_up;
 }
 
 /* The longest chunk that such an entry begins in slices of so much time. Where higher classes come, about what one slice reads, so that
@@ -582,7 +586,8 @@ static void plan_slice(struct planner *p, int32_t id)
   const double items_us = plan->n_items > 0 ? alps_cost_predict(&alps->cost, &plan->work) : 0;
   plan->slice_begins = id != alps->slice_id;
   if (plan->slice_begins) {
-    const int32_t longest = longest_sliced(alps, e, budget_us - items_us);
+    const double used_us = p->is_more && plan->slice_is_behind ? (double)plan->sliced_us : 0;
+    const int32_t longest = longest_sliced(alps, e, budget_us - items_us - used_us);
     n = room_for(p, e);
     if (n > longest) n = longest;
     int32_t need = page_need(alps, e, n);
@@ -784,7 +789,7 @@ static void note_planned_slice(const struct planner *p)
   const struct alps_plan *plan = p->plan;
   if (plan->slice.id < 0) return;
   if (plan->slice_begins) {
-    if (alps->slice_id >= 0) alps->given_up_class = alps->entries[alps->slice_id].request.service_class;
+    if (alps->slice_id >= 0) alps->classes[alps->entries[alps->slice_id].request.service_class].was_given_up = true;
     alps->slice_spent_us = 0;
     alps->slice_work = (struct alps_cost_work){0};
     alps_cost_add_chunk(&alps->slice_work, plan->slice.n_tokens, alps->entries[plan->slice.id].n_computed);

@@ -30,7 +30,7 @@ struct alps_verify {
 
 void alps_verify_init(struct alps_verify *verify);
 void alps_verify_observe(struct alps_verify *verify, int32_t n_tokens, double step_us);
-/* The next step does not follow the newest one: another kind of step, or nothing to do, was between them. */
+/* The next step does not follow the newest one: another kind of step was between them. */
 void alps_verify_pause(struct alps_verify *verify);
 /* Microseconds of a step; 0: not enough is known. */
 double alps_verify_predict(const struct alps_verify *verify, int32_t n_tokens);

@@ -208,7 +208,7 @@ static void run_slices(struct sits_engine *engine)
       if (!is_urgent && engine->plan.slice_ended) take_arrivals(engine); /* what is left of the step may be theirs */
     } while (!is_urgent && engine->plan.slice_ended && engine_plan_more(engine, engine_slice_has_time(engine)));
     if (engine->plan.n_items > 0 && !is_urgent) return;
-    engine->plan.n_items = engine->plan.n_decode = 0;
+    engine->plan.n_items = engine->plan.n_decode = engine->plan.n_joined = 0;
     engine->plan.work = (struct alps_cost_work){0};
     if (is_urgent) alps_drop_plan(engine->alps);
     alps_report(engine->alps, &engine->plan, engine->plan.sliced_us);
