@@ -116,7 +116,8 @@ static struct timespec after_ms(int64_t ms)
   return t;
 }
 
-/* Until *count reaches n_ranks. False when they are not there limit_ms later (0: no limit), or GRACE_MS after the group was aborted. */
+/* Until *count reaches n_ranks. False when they are not there limit_ms later, or GRACE_MS after the group was aborted. limit_ms 0: until
+ * they are there, abort or not, so never false. */
 static bool await(struct backend *b, const int32_t *count, int64_t limit_ms)
 {
   const int64_t start_us = clock_monotonic_us();
@@ -152,7 +153,8 @@ static enum sits_status outcome(const struct backend *b, struct sits_error *err)
   return worst->status;
 }
 
-/* A job on all ranks, however long it takes (loading). */
+/* A job on all ranks, however long it takes (loading). When it returns every rank has left fn, also in an aborted group: what fn read may
+ * be freed, and the next job begins with nobody in this one. */
 static enum sits_status run(struct backend *b, rank_fn fn, const void *arg, struct sits_error *err)
 {
   start(b, fn, arg);

@@ -1,9 +1,14 @@
-/* Models cut over several ranks of the CPU backend: logits against the reference backend and against one rank, pages, refusals, and a
- * rank that hangs. */
+/* Models cut over several ranks of the CPU backend: logits against the reference backend and against one rank, pages, refusals, a rank
+ * that is long in its compile, and a rank that hangs. Linked with --wrap for cpu_compile and clock_monotonic_us (test_late_compile). */
 #include "rig.h"
 #include "synth.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
+#include <time.h>
+
 #include "backend/cpu/cpu_program.h"
+#include "backend/group.h"
 #include "base/clock.h"
 #include "base/log.h"
 #include "engine/runner.h"
@@ -217,6 +222,76 @@ static void test_refused_by_one(void **state)
   synth_fini(&synth);
 }
 
+/* Rank 1 is held in its compile until the caller has looked at the clock LATE_LOOKS times after the group was aborted, and each look finds
+ * an hour gone: more than any time that a caller grants. */
+enum { LATE_LOOKS = 8, NO_LOOK = -1 };
+static const int64_t HOUR_US = 3600000000;
+static struct {
+  _Atomic bool is_armed, has_returned; /* has_returned: rank 1, from its compile */
+  _Atomic int32_t looks;               /* NO_LOOK until the abort */
+  pthread_t caller;
+} late = {.looks = NO_LOOK};
+
+int64_t __real_clock_monotonic_us(void);
+int64_t __wrap_clock_monotonic_us(void);
+int64_t __wrap_clock_monotonic_us(void)
+{
+  const int64_t now_us = __real_clock_monotonic_us();
+  if (!late.is_armed || late.looks == NO_LOOK || !pthread_equal(pthread_self(), late.caller)) return now_us;
+  return now_us + ++late.looks * HOUR_US;
+}
+
+enum sits_status __real_cpu_compile(struct backend *backend, const struct program *program, struct backend_program **out,
+                                    struct sits_error *err);
+enum sits_status __wrap_cpu_compile(struct backend *backend, const struct program *program, struct backend_program **out,
+                                    struct sits_error *err);
+enum sits_status __wrap_cpu_compile(struct backend *backend, const struct program *program, struct backend_program **out,
+                                    struct sits_error *err)
+{
+  const bool is_late = late.is_armed && program->dims.rank == 1;
+  if (is_late) {
+    while (!group_is_aborted(backend->options.group)) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    late.looks = 0;
+    while (late.looks < LATE_LOOKS) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+  }
+  const enum sits_status status = __real_cpu_compile(backend, program, out, err);
+  if (is_late) late.has_returned = true;
+  return status;
+}
+
+/* Rank 0 refuses at once and rank 1 is far from its end: compile returns when nobody reads the program any more, and what rank 1 has made
+ * is given back. */
+static void test_late_compile(void **state)
+{
+  (void)state;
+  const struct backend_vtable *vt = backend_ranks(backend_find("cpu"));
+  const struct backend_options options = {.n_threads = 1, .max_batch_tokens = 8, .max_seqs = 8, .n_ranks = 2};
+  struct backend *backend = NULL;
+  struct backend_program *compiled = NULL;
+  struct program *program = NULL;
+  struct sits_error err = {0};
+  struct synth synth;
+  const int64_t n_blocks = mem_live_blocks();
+  synth_init(&synth, &cases[0].shape, 5);
+  RIG_OK(program_for_ranks(&synth.model, 0, NULL, 2, &program, &err), err);
+  RIG_OK(vt->open(&options, &backend, &err), err);
+  program->rope.dims = 3;
+  late.caller = pthread_self();
+  late.is_armed = true;
+  const enum sits_status status = vt->compile(backend, program, &compiled, &err);
+  const bool has_all = late.has_returned;
+  late.is_armed = false;
+  late.looks = LATE_LOOKS; /* rank 1 goes on in any case */
+  assert_true(has_all);
+  assert_int_equal(status, SITS_INVALID_ARGUMENT);
+  assert_non_null(strstr(err.text, "rotary"));
+  assert_null(compiled);
+  program_destroy(program);
+  synth_fini(&synth);
+  vt->close(backend);
+  assert_int_equal(mem_live_blocks(), n_blocks);
+}
+
 /* A hung rank: the step ends with DEVICE soon after the time allowed, and so does everything after it; closing works. */
 static void test_hung_rank(void **state)
 {
@@ -278,6 +353,6 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_logits), cmocka_unit_test(test_compressed), cmocka_unit_test(test_pages),
                                      cmocka_unit_test(test_refusals), cmocka_unit_test(test_refused_by_one),
-                                     cmocka_unit_test(test_hung_rank), cmocka_unit_test(test_stories)};
+                                     cmocka_unit_test(test_late_compile), cmocka_unit_test(test_hung_rank), cmocka_unit_test(test_stories)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
