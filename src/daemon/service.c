@@ -369,7 +369,10 @@ void service_drain(struct service *service)
   rpc_server_drain(service->rpc);
 }
 
-bool service_wait_idle(struct service *service, int64_t timeout_us) { return api_wait_idle(service->api, timeout_us); }
+bool service_wait_idle(struct service *service, int64_t timeout_us)
+{
+  return api_wait_idle(service->api, timeout_us) && api_wait_delivered(service->api, timeout_us);
+}
 
 bool service_close(struct service *service)
 {

@@ -41,7 +41,7 @@ void service_reload(struct service *service);
 /* Test hook, without effect unless the environment has SITS_TEST_WEDGE: the engine's thread stands still until the drain. */
 void service_wedge(struct service *service);
 void service_drain(struct service *service);
-/* Whether every request has ended; waits at most timeout_us. */
+/* Whether every request has ended and its answer has left; waits at most twice timeout_us. */
 bool service_wait_idle(struct service *service, int64_t timeout_us);
 /* Half-open is fine. False: something would not end, nothing that it uses was freed, and the process must be ended at once. */
 bool service_close(struct service *service) SITS_MUST_CHECK;

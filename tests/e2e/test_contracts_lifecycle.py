@@ -192,6 +192,21 @@ def test_contract_60_sigterm_lets_requests_finish(launch):
         assert status == 200 and payloads[-1] == "[DONE]" and json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
 
 
+def test_contract_60_a_slow_reader_gets_all_of_its_answer(launch):
+    """Its request has ended when the drain begins, and most of the answer waits for the client to read."""
+    server = launch(TINY, "--max-num-seqs", 16, "--shutdown-timeout-s", 60 * SLOW)
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "n": 16, "logprobs": 5}
+    with open_request(server, body, receive_bytes=4096) as sock:
+        wait_for(lambda: server.metric("request_success_total", finished_reason="length") == 16)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(5)
+        assert server.process.poll() is None
+        status, headers, data = read_response(sock.makefile("rb"))
+    assert status == 200 and int(headers["content-length"]) == len(data) > 500000
+    assert [len(choice["logprobs"]["tokens"]) for choice in json.loads(data)["choices"]] == [400] * 16
+    assert server.process.wait(20 * SLOW) == 0
+
+
 @pytest.mark.parametrize("second_signal", [False, True])
 def test_contract_60_past_the_grace_an_error_chunk(launch, second_signal):
     server = launch(SMOL, "--max-num-seqs", 8, "--max-model-len", 4096, "--shutdown-timeout-s", 60 if second_signal else 0.3)

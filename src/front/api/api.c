@@ -121,6 +121,17 @@ bool api_wait_idle(struct api *api, int64_t timeout_us)
   return is_idle;
 }
 
+bool api_wait_delivered(const struct api *api, int64_t timeout_us)
+{
+  const int64_t end_us = clock_monotonic_us() + timeout_us;
+  const struct timespec nap = {.tv_nsec = 2000000};
+  while (atomic_load(&api->n_owed) > 0) {
+    if (clock_monotonic_us() >= end_us) return false;
+    nanosleep(&nap, NULL);
+  }
+  return true;
+}
+
 void api_abort_all(struct api *api, enum sits_status status)
 {
   pthread_mutex_lock(&api->mutex);

@@ -57,6 +57,9 @@ bool api_is_admitting(const struct api *api);
 int64_t api_n_active(const struct api *api);                /* calls started and not done */
 /* Wait until no call is active or the time is up; true: idle. */
 bool api_wait_idle(struct api *api, int64_t timeout_us);
+/* Wait until no call that was submitted is held by a front end any more (api_call_release), its answer being with the client, or the time
+ * is up; true: none is. */
+bool api_wait_delivered(const struct api *api, int64_t timeout_us);
 /* End every active call with an error of this status. */
 void api_abort_all(struct api *api, enum sits_status status);
 

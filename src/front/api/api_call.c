@@ -32,6 +32,7 @@ void api_call_free(struct api_call *call)
   mem_free(call->parts);
   buf_fini(&call->prompt);
   api_request_destroy(call->request);
+  if (call->is_submitted) atomic_fetch_sub(&call->api->n_owed, 1);
   mem_free(call);
 }
 
@@ -236,6 +237,8 @@ enum sits_status api_call_submit(struct api_call *call, const char *id, struct s
   if (!status) status = sits_engine_may_queue(model->engine, call->n_parts, call->n_choices, n_tokens, err);
   if (status) return status;
   if (!enter(call->api)) return sits_fail(err, SITS_UNAVAILABLE, "the server is shutting down");
+  call->is_submitted = true;
+  atomic_fetch_add(&call->api->n_owed, 1);
   status = access_start_call(call->request->grant, call->usage.n_prompt_tokens, err);
   if (status) {
     leave(call->api);

@@ -49,6 +49,7 @@ struct api_call {
   int32_t n_parts;                /* [init] */
   int32_t n_choices;              /* [init] per part */
   int32_t n_parts_left;           /* [delivery] */
+  bool is_submitted;              /* [transport] and counted in api.n_owed */
   enum api_call_state state;      /* [mutex api.mutex] to change, [delivery] to read */
   atomic_int cancel_status;       /* [atomic] SITS_OK: not cancelled */
   struct api_usage usage;         /* [delivery]; constant once the call is done */
@@ -68,6 +69,7 @@ struct api {
   void *observer_context;               /* [init] */
   size_t prompt_bytes;                  /* [init] of prompts kept for records, 0: none are */
   atomic_bool is_admitting;             /* [atomic] */
+  _Atomic int64_t n_owed;               /* [atomic] calls submitted and not released: what they said may still be on its way out */
   pthread_t thread;
   pthread_mutex_t mutex;
   pthread_cond_t wake;                  /* parts are ready, or is_stopping */
