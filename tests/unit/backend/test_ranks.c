@@ -195,20 +195,27 @@ static void test_refusals(void **state)
   assert_int_equal(backend_ranks(backend_find("cpu"))->open(&options, &backend, &err), SITS_CONFIG);
 }
 
+/* A model, its programs for two ranks, and a backend of two ranks that has compiled nothing. */
+static void open_two(struct synth *synth, struct program **program, struct backend **backend)
+{
+  const struct backend_options options = {.n_threads = 1, .max_batch_tokens = 8, .max_seqs = 8, .n_ranks = 2};
+  struct sits_error err = {0};
+  synth_init(synth, &cases[0].shape, 5);
+  RIG_OK(program_for_ranks(&synth->model, 0, NULL, 2, program, &err), err);
+  RIG_OK(backend_ranks(backend_find("cpu"))->open(&options, backend, &err), err);
+}
+
 /* One rank refuses its program: it is named, and the group is aborted, so that no other rank waits for it in a meeting of compile. */
 static void test_refused_by_one(void **state)
 {
   (void)state;
   const struct backend_vtable *vt = backend_ranks(backend_find("cpu"));
-  const struct backend_options options = {.n_threads = 1, .max_batch_tokens = 8, .max_seqs = 8, .n_ranks = 2};
-  struct backend *backend = NULL;
+  struct backend *backend;
   struct backend_program *compiled = NULL;
-  struct program *program = NULL;
+  struct program *program;
   struct sits_error err = {0};
   struct synth synth;
-  synth_init(&synth, &cases[0].shape, 5);
-  RIG_OK(program_for_ranks(&synth.model, 0, NULL, 2, &program, &err), err);
-  RIG_OK(vt->open(&options, &backend, &err), err);
+  open_two(&synth, &program, &backend);
   const int32_t dims = program->next_rank->rope.dims;
   program->next_rank->rope.dims = 3;
   assert_false(vt->is_lost(backend));
@@ -265,16 +272,13 @@ static void test_late_compile(void **state)
 {
   (void)state;
   const struct backend_vtable *vt = backend_ranks(backend_find("cpu"));
-  const struct backend_options options = {.n_threads = 1, .max_batch_tokens = 8, .max_seqs = 8, .n_ranks = 2};
-  struct backend *backend = NULL;
+  struct backend *backend;
   struct backend_program *compiled = NULL;
-  struct program *program = NULL;
+  struct program *program;
   struct sits_error err = {0};
   struct synth synth;
   const int64_t n_blocks = mem_live_blocks();
-  synth_init(&synth, &cases[0].shape, 5);
-  RIG_OK(program_for_ranks(&synth.model, 0, NULL, 2, &program, &err), err);
-  RIG_OK(vt->open(&options, &backend, &err), err);
+  open_two(&synth, &program, &backend);
   program->rope.dims = 3;
   late.caller = pthread_self();
   late.is_armed = true;
