@@ -23,3 +23,32 @@ bool batch_is_well_formed(const struct backend_batch *b, const struct program_di
     if (b->row_token[r] < 0 || b->row_token[r] >= b->n_tokens) return false;
   return true;
 }
+
+/* The blocks of an entry without a page lie in the page memory. There are many, and which are gone nothing foretells: no branches. */
+static bool has_blocks(const struct kv_geometry *g, const struct backend_blocks *blocks, int32_t entry)
+{
+  const int32_t n = g->n_layers * g->n_kv_heads;
+  const uint32_t n_blocks = (uint32_t)g->n_pages * (uint32_t)n;
+  uint32_t n_bad = 0;
+  if (blocks == NULL || blocks->numbers == NULL) return false;
+  for (const int32_t *number = blocks->numbers + (int64_t)entry * n, *end = number + n; number < end; number++)
+    n_bad += (uint32_t)*number - (uint32_t)KV_NO_PAGE > n_blocks; /* 0: gone; i + 1: block i */
+  return n_bad == 0;
+}
+
+bool batch_names_pages(const struct backend_batch *b, const struct kv_geometry *g, bool is_sparse)
+{
+  for (int32_t s = 0; s < b->n_seqs; s++) {
+    const struct backend_blocks *blocks = b->blocks != NULL ? &b->blocks[s] : NULL;
+    const int32_t n_pages = batch_pages(b, s);
+    if (n_pages == 0) continue;
+    const int32_t first_written = b->positions[b->seq_start[s]] / KV_PAGE_TOKENS;
+    if (blocks != NULL && (!is_sparse || blocks->nearest < 1)) return false;
+    for (int32_t i = 0; i < n_pages; i++) {
+      const int32_t page = b->block_table[(int64_t)s * b->table_stride + i];
+      if (page == KV_NO_PAGE && i < first_written && has_blocks(g, blocks, i)) continue;
+      if (page < 0 || page >= g->n_pages) return false;
+    }
+  }
+  return true;
+}

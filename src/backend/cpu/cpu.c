@@ -71,33 +71,13 @@ static enum sits_status cpu_kv_open(struct backend *backend, const struct kv_geo
   return cpu_kv_create(geometry, backend->ops, backend->options.max_batch_tokens, backend->options.max_seqs, out, err);
 }
 
-/* The blocks of an entry without a page lie in the page memory. */
-static bool has_blocks(const struct backend_kv *kv, const struct backend_blocks *blocks, int32_t entry)
-{
-  const int32_t n = cpu_kv_columns(kv);
-  const int64_t n_blocks = (int64_t)kv->geometry.n_pages * n;
-  if (blocks == NULL || blocks->numbers == NULL) return false;
-  for (const int32_t *number = blocks->numbers + (int64_t)entry * n, *end = number + n; number < end; number++)
-    if (*number != KV_NO_PAGE && (*number < 0 || *number >= n_blocks)) return false;
-  return true;
-}
-
 /* Everything that an index of the batch will touch: a caller's mistake is refused, never followed. */
 static bool is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b)
 {
   if (!batch_is_well_formed(b, &p->program->dims, &kv->geometry, p->max_tokens, p->max_rows, 0)) return false;
-  for (int32_t s = 0; s < b->n_seqs; s++) {
-    const struct backend_blocks *blocks = b->blocks != NULL ? &b->blocks[s] : NULL;
-    const int32_t n_pages = batch_pages(b, s);
-    if (n_pages == 0) continue;
-    const int32_t first_written = b->positions[b->seq_start[s]] / KV_PAGE_TOKENS;
-    if (blocks != NULL && (!kv->codec->is_sparse || blocks->nearest < 1 || b->kv_len[s] > p->max_chunks * CPU_CHUNK_TOKENS)) return false;
-    for (int32_t i = 0; i < n_pages; i++) {
-      const int32_t page = b->block_table[(int64_t)s * b->table_stride + i];
-      if (page == KV_NO_PAGE && i < first_written && has_blocks(kv, blocks, i)) continue;
-      if (page < 0 || page >= kv->geometry.n_pages) return false;
-    }
-  }
+  if (!batch_names_pages(b, &kv->geometry, kv->codec->is_sparse)) return false;
+  for (int32_t s = 0; s < b->n_seqs && b->blocks != NULL; s++)
+    if (batch_pages(b, s) > 0 && b->kv_len[s] > p->max_chunks * CPU_CHUNK_TOKENS) return false;
   return true;
 }
 
