@@ -162,7 +162,7 @@ struct k_kv_view {
   void *open;                 /* [slots] of k_kv_open_bytes */
   const int32_t *open_slot;   /* [S][2]: slot of the group of the sequence's first token in the step, of its last one; negative: that group
                                  begins and ends in the step. A decode step has no other tokens than those of a slot */
-  void *fresh;                /* [T][G*D] f16: keys of this step and layer; not in a decode step */
+  void *fresh;                /* [T][G*D] f16: keys of this step and layer; not where attention appends */
 };
 
 /* Output rows of attention: f16, row [T][H*D] (frag_m = 0) or frag with m = frag_m. */
@@ -212,6 +212,38 @@ int32_t k_attn_few_parts(int32_t n_sm, int32_t n_seqs, int32_t n_kv_heads);
 bool k_attn_few_suits(int32_t n_sm, int32_t n_seqs, int32_t n_kv_heads, int32_t longest); /* else sits_k_attn_decode is as fast */
 int sits_k_attn_few_init(void);
 int sits_k_attn_few(const struct k_attn_decode *args, int32_t n_sm, struct k_stream at);
+
+/* ---- attention where sequences may have lost blocks (backend.h: backend_blocks), and what blocks get is measured ---- */
+/* A block: what a page holds of one KV head in one layer, number page * L*G + layer * G + head. Rows are entries of a block table. All on
+ * the device. An entry of the view's block_table may be negative where its sequence has rows. */
+struct k_kv_blocks {
+  const int32_t *row0;        /* [S] first row of the sequence's entries; negative: its pages are whole, and nothing is measured. NULL: so
+                                 for all sequences */
+  const int32_t *nearest;     /* [S] entries so many pages before a token's own, or more, are measured; INT32_MAX: none are */
+  const int32_t *numbers;     /* [rows][L*G] of entries without a page: the block, or negative: gone */
+  unsigned long long *given;  /* [rows][L*G] what tokens and query heads give is added: squares of attention in units of 1 / K_GIVEN_ONE */
+};
+#define K_GIVEN_ONE 65536
+
+/* fp4; every sequence's tokens, appended and folded before (kv.fresh holds all their keys). kernels/attention/sparse_fp4.cu */
+struct k_attn_sparse {
+  struct k_kv_view kv;
+  struct k_kv_blocks blocks;
+  const void *q;              /* [T][H*D] f16 from sits_k_rope_append */
+  void *out;
+  int32_t frag_m;
+  float *workspace;           /* k_attn_sparse_workspace_bytes of max_entries, the most of a sequence that are measured */
+  int32_t max_entries;
+};
+bool k_attn_sparse_takes(int32_t head_dim, int32_t n_heads, int32_t n_kv_heads); /* compute capability 9; else sits_k_attn_any */
+size_t k_attn_sparse_workspace_bytes(int32_t n_sm, int32_t n_kv_heads, int32_t max_entries);
+int sits_k_attn_sparse_init(void);
+int sits_k_attn_sparse(const struct k_attn_sparse *args, int32_t n_sm, struct k_stream at);
+
+/* Blocks {from, to} of the view's pool; none is named twice but as the source of several. */
+#define K_COPY_BLOCKS 256
+struct k_kv_copy_blocks { struct k_kv_view kv; int32_t n, copies[K_COPY_BLOCKS][2]; };
+int sits_k_kv_copy_blocks(const struct k_kv_copy_blocks *args, struct k_stream at);
 
 /* ---- activations between GEMMs (kernels/norm/, kernels/quant/) ----
  * Forms an activation takes on its way into a GEMM of T > 16 tokens or of dense weights. Columns are padded with zeros to whole blocks. */
@@ -359,6 +391,7 @@ struct k_attn_any {
   struct k_kv_view kv;
   const void *q;
   void *out;                  /* [T][H*D] f16 */
+  struct k_kv_blocks blocks;  /* codecs with open groups */
 };
 int sits_k_attn_any(const struct k_attn_any *args, struct k_stream at);
 

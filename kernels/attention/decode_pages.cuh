@@ -315,6 +315,37 @@ SITS_DEV void add_values(state<D> &st, uint32_t tile, int block, int lane, uint3
   }
 }
 
+/* The reference m need not be the maximum, only near it: it moves when a score lies more than SLACK above, so that most pages need no
+ * reduction. Probabilities stay below 2^SLACK. */
+template <int D, bool FP4, int N> SITS_DEV void move_reference(state<D> &st, const float (&sc)[N][4], float scale) {
+  float x0 = -INFINITY, x1 = -INFINITY;
+#pragma unroll
+  for (int b = 0; b < N; b++) x0 = fmaxf(x0, fmaxf(sc[b][0], sc[b][2])), x1 = fmaxf(x1, fmaxf(sc[b][1], sc[b][3]));
+  if (__any_sync(~0u, fmaxf(fmaf(x0, scale, -st.m0), fmaf(x1, scale, -st.m1)) > SLACK)) {
+    x0 *= scale, x1 *= scale;
+#pragma unroll
+    for (int d = 4; d < 32; d <<= 1) x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, d)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, d));
+    const float n0 = fmaxf(st.m0, x0), n1 = fmaxf(st.m1, x1), f0 = exp2_fast(st.m0 - n0), f1 = exp2_fast(st.m1 - n1);
+    st.l0 *= f0, st.l1 *= f1, st.m0 = n0, st.m1 = n1;
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) st.o[i][0] *= f0, st.o[i][1] *= f1, st.o[i][2] *= f0, st.o[i][3] *= f1;
+#pragma unroll
+    for (int i = 0; i < (FP4 ? 0 : D / 32); i++) st.off[i][0] *= f0, st.off[i][1] *= f1, st.off[i][2] *= f0, st.off[i][3] *= f1;
+  }
+}
+
+/* Scores become probabilities beside the reference, and operands of the product with values: c0, c1. */
+template <int D, int N>
+SITS_DEV void weigh(state<D> &st, float (&sc)[N][4], float scale, uint32_t (&c0)[N], uint32_t (&c1)[N]) {
+#pragma unroll
+  for (int b = 0; b < N; b++) {
+    sc[b][0] = exp2_fast(fmaf(sc[b][0], scale, -st.m0)), sc[b][1] = exp2_fast(fmaf(sc[b][1], scale, -st.m1));
+    sc[b][2] = exp2_fast(fmaf(sc[b][2], scale, -st.m0)), sc[b][3] = exp2_fast(fmaf(sc[b][3], scale, -st.m1));
+    st.l0 += sc[b][0] + sc[b][2], st.l1 += sc[b][1] + sc[b][3];
+    c0[b] = movmatrix_trans(pack_half2(sc[b][0], sc[b][1])), c1[b] = movmatrix_trans(pack_half2(sc[b][2], sc[b][3]));
+  }
+}
+
 /* N blocks of the page from block0 on. lo, len, own: first visible token, behind the last one, first one of the own group, in the page;
  * IS_PLAIN: every token is visible, none of the own group. own_keys: fetch(step, block), fragments of f16 keys of the own group, 16
  * channels by 16 tokens, the first block is the warp's first in the group; patch and patched, where they bring the new token's; ARE_FAR.
@@ -337,30 +368,9 @@ SITS_DEV void attend_page(state<D> &st, uint32_t query, uint32_t tile, int block
       if (tok + 8 < lo || tok + 8 >= len) sc[b][2] = sc[b][3] = -INFINITY;
     }
   }
-  /* The reference m need not be the maximum, only near it: it moves when a score lies more than SLACK above, so that most pages need no
-   * reduction. Probabilities stay below 2^SLACK. */
-  float x0 = -INFINITY, x1 = -INFINITY;
-#pragma unroll
-  for (int b = 0; b < N; b++) x0 = fmaxf(x0, fmaxf(sc[b][0], sc[b][2])), x1 = fmaxf(x1, fmaxf(sc[b][1], sc[b][3]));
-  if (__any_sync(~0u, fmaxf(fmaf(x0, scale, -st.m0), fmaf(x1, scale, -st.m1)) > SLACK)) {
-    x0 *= scale, x1 *= scale;
-#pragma unroll
-    for (int d = 4; d < 32; d <<= 1) x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, d)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, d));
-    const float n0 = fmaxf(st.m0, x0), n1 = fmaxf(st.m1, x1), f0 = exp2_fast(st.m0 - n0), f1 = exp2_fast(st.m1 - n1);
-    st.l0 *= f0, st.l1 *= f1, st.m0 = n0, st.m1 = n1;
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) st.o[i][0] *= f0, st.o[i][1] *= f1, st.o[i][2] *= f0, st.o[i][3] *= f1;
-#pragma unroll
-    for (int i = 0; i < (FP4 ? 0 : D / 32); i++) st.off[i][0] *= f0, st.off[i][1] *= f1, st.off[i][2] *= f0, st.off[i][3] *= f1;
-  }
+  move_reference<D, FP4, N>(st, sc, scale);
   uint32_t c0[N], c1[N];
-#pragma unroll
-  for (int b = 0; b < N; b++) {
-    const float p0 = exp2_fast(fmaf(sc[b][0], scale, -st.m0)), p1 = exp2_fast(fmaf(sc[b][1], scale, -st.m1)),
-                p2 = exp2_fast(fmaf(sc[b][2], scale, -st.m0)), p3 = exp2_fast(fmaf(sc[b][3], scale, -st.m1));
-    st.l0 += p0 + p2, st.l1 += p1 + p3;
-    c0[b] = movmatrix_trans(pack_half2(p0, p1)), c1[b] = movmatrix_trans(pack_half2(p2, p3));
-  }
+  weigh<D, N>(st, sc, scale, c0, c1);
   before_values();
 #pragma unroll
   for (int b = 0; b < N; b++) add_values<D, FP4>(st, tile, block0 + b, lane, c0[b], c1[b]);

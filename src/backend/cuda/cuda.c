@@ -73,6 +73,7 @@ static int init_kernels(void)
   if (!e) e = sits_k_w4a8_init();
   if (!e) e = sits_k_attn_decode_init();
   if (!e) e = sits_k_attn_few_init();
+  if (!e) e = sits_k_attn_sparse_init();
   if (!e) e = sits_k_kv_fold_init();
   if (!e) e = sits_k_attn_prefill_init();
   if (!e) e = sits_k_attn_prefill_sm90_init();
@@ -142,17 +143,14 @@ static struct cuda_slot *slot_before(struct backend_program *p) { return &p->slo
 
 bool cuda_batch_is_valid(const struct backend_program *p, const struct backend_kv *kv, const struct backend_batch *b, int32_t n_drawn)
 {
-  const bool has_fast_decode = cuda_has_fast_decode(p, kv);
   if (!batch_is_well_formed(b, &p->program->dims, &kv->geometry, p->max_tokens, p->max_rows, n_drawn)) return false;
+  if (!batch_names_pages(b, &kv->geometry, kv->geometry.codec == KV_FP4_SPARSE) || !cuda_sparse_takes(kv, b)) return false;
+  const bool has_fast_decode = cuda_has_fast_decode(p, kv), is_sparse = cuda_sparse_is_needed(kv, b);
   for (int32_t s = 0; s < b->n_seqs; s++) {
-    const int32_t n_pages = batch_pages(b, s);
-    if (n_pages > p->max_pages) return false;
-    if (cuda_is_gathered(b, s, has_fast_decode) && kv->gather_tokens > 0 && cuda_gather_rows(b->kv_len[s]) > kv->gather_tokens)
+    if (batch_pages(b, s) > p->max_pages) return false;
+    if (!is_sparse && cuda_is_gathered(b, s, has_fast_decode) && kv->gather_tokens > 0 &&
+        cuda_gather_rows(b->kv_len[s]) > kv->gather_tokens)
       return false;
-    for (int32_t i = 0; i < n_pages; i++) {
-      const int32_t page = b->block_table[(int64_t)s * b->table_stride + i];
-      if (page < 0 || page >= kv->geometry.n_pages) return false;
-    }
   }
   return true;
 }
@@ -269,22 +267,28 @@ static enum sits_status enqueue(struct backend_program *p, struct backend_kv *kv
 {
   struct backend *backend = p->backend;
   struct cuda_slot *slot = &p->slots[p->next_slot];
-  const bool has_fast_decode = cuda_has_fast_decode(p, kv), is_decode = is_decode_batch(b);
+  const bool has_fast_decode = cuda_has_fast_decode(p, kv), is_decode = is_decode_batch(b), is_sparse = cuda_sparse_is_needed(kv, b);
   const bool is_capturable =
       is_decode && !backend->options.no_graphs && (has_fast_decode || !k_attn_prefill_takes(p->program->dims.head_dim));
   const int32_t bucket = is_capturable ? cuda_graph_bucket(b->n_seqs, p->decode.max_seqs) : 0;
   struct cuda_inputs *in = bucket > 0 ? &p->decode : &p->general;
   for (int32_t s = 0; s < b->n_seqs && is_decode; s++)
     cuda_kept_written(kv, b->block_table[(int64_t)s * b->table_stride + b->positions[s] / KV_PAGE_TOKENS]);
-  enum sits_status status = cuda_batch_start(p, kv, b, slot, in, in->host[p->next_slot], bucket > 0 ? bucket : b->n_seqs);
+  const int32_t n_seqs = bucket > 0 ? bucket : b->n_seqs;
+  enum sits_status status = cuda_batch_start(p, kv, b, slot, in, in->host[p->next_slot], n_seqs);
+  if (status == SITS_OK && is_sparse) status = cuda_sparse_begin(kv, b, n_seqs);
+  /* decodes beside a prompt take the other kernel */
+  const struct cuda_way way = {b->sample != NULL, is_decode && !is_sparse && is_few(p, b, n_seqs), is_sparse};
   if (status == SITS_OK && bucket > 0)
-    status = cuda_graph_run(p, kv, bucket, b->sample != NULL, is_few(p, b, bucket));
+    status = cuda_graph_run(p, kv, bucket, way);
   else if (status == SITS_OK) {
-    const bool few = is_decode && is_few(p, b, b->n_seqs); /* decodes beside a prompt take the other kernel */
-    struct cuda_step step = {in, b->n_tokens, b->n_seqs, b->n_rows, is_decode, b->sample != NULL, few, b, -1, 0, NULL};
+    struct cuda_step step = {.in = in, .n_tokens = b->n_tokens, .n_seqs = b->n_seqs, .n_rows = b->n_rows, .is_decode = is_decode,
+                             .is_sampled = way.is_sampled, .is_few = way.is_few, .is_sparse = is_sparse, .batch = b, .kept_seq = -1};
     if (!is_decode) step.kept_seq = cuda_kept_choose(kv, b, &step.kept_page);
     status = cuda_run(p, kv, &step, (struct k_stream){(struct CUstream_st *)backend->stream, true});
   }
+  slot->measured = NULL;
+  if (status == SITS_OK && is_sparse) status = cuda_sparse_finish(kv, slot);
   return status == SITS_OK ? cuda_batch_finish(p, slot, b) : status;
 }
 
@@ -305,13 +309,14 @@ static enum sits_status cuda_submit(struct backend_program *p, struct backend_kv
 
 static enum sits_status cuda_wait(struct backend_program *p, struct backend_result *result)
 {
-  const struct cuda_slot *slot = &p->slots[(p->next_slot + CUDA_IN_FLIGHT - p->n_pending) % CUDA_IN_FLIGHT];
+  struct cuda_slot *slot = &p->slots[(p->next_slot + CUDA_IN_FLIGHT - p->n_pending) % CUDA_IN_FLIGHT];
   float ms = 0.f;
   if (p->backend->is_failed) return SITS_DEVICE;
   if (p->n_pending == 0) return SITS_INVALID_ARGUMENT;
   enum sits_status status = CUDA_CALL(p->backend, cudaEventSynchronize(slot->done));
   if (status == SITS_OK) status = CUDA_CALL(p->backend, cudaEventElapsedTime(&ms, slot->started, slot->done));
   if (status == SITS_OK) status = cuda_comm_check(p);
+  if (status == SITS_OK) status = cuda_sparse_take(slot);
   if (status != SITS_OK) return status;
   p->backend->passed_us = clock_monotonic_us();
   p->n_pending--;
@@ -344,6 +349,7 @@ const struct backend_vtable backend_cuda = {
     .kv_create = cuda_kv_create,
     .kv_destroy = cuda_kv_destroy,
     .kv_copy_pages = cuda_kv_copy_pages,
+    .kv_copy_blocks = cuda_kv_copy_blocks,
     .kv_read_page = cuda_kv_read_page,
     .kv_write_page = cuda_kv_write_page,
     .kv_expect = cuda_kv_expect,

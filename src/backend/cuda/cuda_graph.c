@@ -1,6 +1,7 @@
-/* Decode steps as CUDA graphs: one per batch bucket (with or without sampling, for short or long contexts), captured when first needed,
- * launches joined by programmatic edges. Where the device has no room for one more, the step's launches go one by one, which costs time
- * only, and a while later capturing is tried again. Entry points: cuda_graph_bucket, cuda_graph_run, cuda_graph_clear.
+/* Decode steps as CUDA graphs: one per batch bucket (with or without sampling, for short or long contexts, over blocks that may be lost or
+ * not), captured when first needed, launches joined by programmatic edges. Where the device has no room for one more, the step's launches
+ * go one by one, which costs time only, and a while later capturing is tried again. Entry points: cuda_graph_bucket, cuda_graph_run,
+ * cuda_graph_clear.
  *
  * Everything that changes from step to step lies in fixed device buffers (struct cuda_inputs, the page table), so a captured graph serves
  * every batch of its bucket. Rows beyond the batch hold token 0 and no sequence: they are computed and ignored. */
@@ -73,11 +74,16 @@ static enum sits_status add(struct backend_program *p, struct backend_kv *kv, co
   (void)cudaMemGetInfo(&free_after, &total);
   p->stats.n_graphs++;
   p->stats.graph_bytes += free_before > free_after ? free_before - free_after : 0;
-  p->graphs[p->n_graphs++] = (struct cuda_graph){step->n_seqs, step->is_sampled, step->is_few, *out};
+  p->graphs[p->n_graphs++] = (struct cuda_graph){step->n_seqs, {step->is_sampled, step->is_few, step->is_sparse}, *out};
   return SITS_OK;
 }
 
-enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled, bool is_few)
+static bool is_same(struct cuda_way a, struct cuda_way b)
+{
+  return a.is_sampled == b.is_sampled && a.is_few == b.is_few && a.is_sparse == b.is_sparse;
+}
+
+enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, struct cuda_way way)
 {
   struct backend *b = p->backend;
   const struct cuda_step step = {.in = &p->decode,
@@ -85,8 +91,9 @@ enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv
                                  .n_seqs = bucket,
                                  .n_rows = bucket,
                                  .is_decode = true,
-                                 .is_sampled = is_sampled,
-                                 .is_few = is_few,
+                                 .is_sampled = way.is_sampled,
+                                 .is_few = way.is_few,
+                                 .is_sparse = way.is_sparse,
                                  .kept_seq = -1};
   cudaGraphExec_t exec = NULL;
   if (p->graphs_kv != kv->serial) {
@@ -94,7 +101,7 @@ enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv
     p->graphs_kv = kv->serial;
   }
   for (int32_t i = 0; i < p->n_graphs; i++)
-    if (p->graphs[i].bucket == bucket && p->graphs[i].is_sampled == is_sampled && p->graphs[i].is_few == is_few)
+    if (p->graphs[i].bucket == bucket && is_same(p->graphs[i].way, way))
       return CUDA_CALL(b, cudaGraphLaunch(p->graphs[i].exec, b->stream));
   TRY(add(p, kv, &step, &exec));
   if (exec == NULL) return cuda_run(p, kv, &step, (struct k_stream){(struct CUstream_st *)b->stream, true});

@@ -7,7 +7,8 @@
  *
  * Files: cuda.c (vtable, checks of a batch), cuda_memory.c (allocation, errors), cuda_weights.c (packing), cuda_compile.c (program to
  * layers, workspaces), cuda_run.c (a step's launches), cuda_gemm.c (which GEMM for which weight), cuda_blas.c (cuBLASLt at run time),
- * cuda_graph.c (captured steps), cuda_kv.c (pages), cuda_kept.c (a long prompt's expanded keys), cuda_act.c (rounded activations),
+ * cuda_graph.c (captured steps), cuda_kv.c (pages), cuda_sparse.c (blocks of fp4-sparse), cuda_kept.c (a long prompt's expanded keys),
+ * cuda_act.c (rounded activations),
  * cuda_resident.c (expanded weights that stay), cuda_lane.c (a prompt's chunk in slices), cuda_comm.c (collectives: cuda_comm.h).
  */
 #ifndef SITS_BACKEND_CUDA_INTERNAL_H
@@ -102,9 +103,13 @@ struct cuda_slot {
   cudaEvent_t started, done;
   int32_t n_rows;
   bool is_sampled, has_logits;      /* what it brings */
+  struct backend_kv *measured;      /* whose blocks the batch measures, or NULL */
+  uint64_t measure;                 /* the number of that measuring (cuda_sparse.serial) */
 };
 
-struct cuda_graph { int32_t bucket; bool is_sampled, is_few; cudaGraphExec_t exec; };
+/* What of a decode step is not in the device's buffers: another way to launch it. */
+struct cuda_way { bool is_sampled, is_few, is_sparse; };
+struct cuda_graph { int32_t bucket; struct cuda_way way; cudaGraphExec_t exec; };
 
 struct backend_program {
   struct backend *backend;
@@ -162,6 +167,22 @@ struct cuda_kept {
   bool *is_kept;                    /* [pages of the pool] */
 };
 
+/* See cuda_sparse.c. Rows: entries of the block tables of a batch. */
+struct cuda_sparse {
+  int32_t max_entries;              /* of a sequence; 0: the codec is another */
+  int64_t capacity;                 /* rows */
+  int32_t n_columns;                /* L*G */
+  int32_t *seqs, *host_seqs;        /* [2][max_seqs] k_kv_blocks.row0 and nearest */
+  int32_t *numbers, *host_numbers;  /* [rows][n_columns] */
+  uint64_t *given, *host_given;     /* likewise */
+  float *workspace;                 /* of sits_k_attn_sparse */
+  struct cuda_measured *measured;   /* [max_seqs] what the newest batch that measures gives whom */
+  int32_t n_measured;
+  uint64_t serial;                  /* of that batch; its results are in host_given when `brought` has come */
+  bool is_busy;                     /* the pinned memory is in use until then */
+  cudaEvent_t brought;
+};
+
 struct backend_kv {
   struct backend *backend;
   uint64_t serial;                  /* no other page memory of the process has it, nor had it */
@@ -172,6 +193,7 @@ struct backend_kv {
   void *gather_k, *gather_v;        /* [G][gather_tokens][D] f16 */
   int64_t gather_tokens;
   struct cuda_kept kept;
+  struct cuda_sparse sparse;
   cudaStream_t send_stream;         /* of cuda_kv_send, beside the batches' */
   cudaEvent_t written;              /* the pages that it sends are */
   int32_t reached;                  /* device whose memory can be written from here; -1: none asked for yet */
@@ -275,6 +297,7 @@ struct cuda_step {
   bool is_decode;                   /* every sequence has one token, rows are the tokens in order */
   bool is_sampled;
   bool is_few;                      /* decode attention by sits_k_attn_few */
+  bool is_sparse;                   /* some sequence has lost blocks, or is measured: what cuda_sparse_begin brought is read */
   const struct backend_batch *batch; /* NULL in a step of a bucket, which may be a captured one */
   int32_t kept_seq, kept_page;      /* sequence whose expanded keys are kept, or -1; its first page that is not there yet */
   struct cuda_span *span;           /* a lane's piece; NULL: all layers */
@@ -302,9 +325,25 @@ enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, cons
 /* ---- cuda_graph.c ---- */
 /* Bucket for a decode batch of at most max_seqs sequences, no larger than that; 0 when it is too large to be captured. */
 int32_t cuda_graph_bucket(int32_t n_seqs, int32_t max_seqs);
-enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket, bool is_sampled,
-                                bool is_few) SITS_MUST_CHECK;
+enum sits_status cuda_graph_run(struct backend_program *p, struct backend_kv *kv, int32_t bucket,
+                                struct cuda_way way) SITS_MUST_CHECK;
 void cuda_graph_clear(struct backend_program *p);
+
+/* ---- cuda_sparse.c ---- */
+/* Beside the pages, on the device; 0 for other codecs. */
+uint64_t cuda_sparse_bytes(const struct backend *backend, const struct kv_geometry *geometry);
+bool cuda_sparse_create(struct backend_kv *kv);
+void cuda_sparse_fini(struct backend_kv *kv);
+/* Is there room for what the batch says of blocks? */
+bool cuda_sparse_takes(const struct backend_kv *kv, const struct backend_batch *batch);
+/* Has any sequence lost blocks, or is one far enough for the batch's tokens to be measured? */
+bool cuda_sparse_is_needed(const struct backend_kv *kv, const struct backend_batch *batch);
+/* Before such a step, of n_seqs sequences with padding, and behind it; then, when the slot's batch has ended, counts are added. */
+enum sits_status cuda_sparse_begin(struct backend_kv *kv, const struct backend_batch *batch, int32_t n_seqs) SITS_MUST_CHECK;
+enum sits_status cuda_sparse_finish(struct backend_kv *kv, struct cuda_slot *slot) SITS_MUST_CHECK;
+enum sits_status cuda_sparse_take(struct cuda_slot *slot) SITS_MUST_CHECK;
+struct k_kv_blocks cuda_sparse_blocks(const struct backend_kv *kv);
+enum sits_status cuda_kv_copy_blocks(struct backend_kv *kv, const int32_t (*copies)[2], int32_t n);
 
 /* ---- cuda_kept.c ---- */
 uint64_t cuda_kept_bytes(const struct kv_geometry *geometry); /* what would be kept if there were no limit */

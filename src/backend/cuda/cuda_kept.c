@@ -26,7 +26,7 @@ static int64_t bytes_of_token(const struct kv_geometry *g) { return 4LL * g->n_l
 static int64_t capacity_of(const struct kv_geometry *g, uint64_t most_bytes)
 {
   int64_t capacity = (int64_t)g->n_pages * KV_PAGE_TOKENS / SHARE;
-  if (!k_attn_prefill_takes(g->head_dim)) return 0;
+  if (!k_attn_prefill_takes(g->head_dim) || g->codec == KV_FP4_SPARSE) return 0; /* whose pages do not stay whole */
   if (capacity > MOST_KEPT_TOKENS) capacity = MOST_KEPT_TOKENS;
   if ((uint64_t)(capacity * bytes_of_token(g)) > most_bytes) capacity = (int64_t)most_bytes / bytes_of_token(g);
   capacity = capacity / CUDA_GATHER_TOKENS * CUDA_GATHER_TOKENS;

@@ -19,7 +19,8 @@ static bool codec_of(enum kv_codec codec, enum k_kv_codec *out)
   case KV_F16: *out = K_KV_F16; return true;
   case KV_INT8: *out = K_KV_INT8; return true;
   case KV_INT4: *out = K_KV_INT4; return true;
-  case KV_FP4: *out = K_KV_FP4; return true;
+  case KV_FP4:
+  case KV_FP4_SPARSE: *out = K_KV_FP4; return true; /* the same bytes */
   default: return false;
   }
 }
@@ -41,6 +42,7 @@ void cuda_kv_destroy(struct backend_kv *kv)
   if (kv->send_stream) (void)cudaStreamDestroy(kv->send_stream);
   if (kv->written) (void)cudaEventDestroy(kv->written);
   cuda_kept_fini(kv);
+  cuda_sparse_fini(kv);
   kv_open_destroy(kv->open);
   mem_free(kv->tiles);
   cuda_memory_free_owner(kv->backend, kv);
@@ -124,7 +126,8 @@ void cuda_kv_beside(const struct backend_program *program, const struct kv_geome
   *out = (struct kv_beside){0};
   if (!codec_of(geometry->codec, &codec)) return;
   const struct sizes s = sizes_of(&program->backend->options, geometry, codec);
-  out->fixed_bytes = s.open_keys + s.fresh + s.exact + 2 * s.gather + cuda_lane_bytes(program);
+  out->fixed_bytes = s.open_keys + s.fresh + s.exact + 2 * s.gather + cuda_sparse_bytes(program->backend, geometry);
+  if (geometry->codec != KV_FP4_SPARSE) out->fixed_bytes += cuda_lane_bytes(program);
   out->spare_bytes = cuda_kept_bytes(geometry);
 }
 
@@ -188,7 +191,7 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
   cuda_enter(backend);
   const struct sizes sizes = sizes_of(&backend->options, geometry, codec);
   kv->pool = cuda_memory_alloc(backend, kv, (size_t)geometry->n_pages * page_bytes);
-  bool ok = kv->pool != NULL && create_open(kv, &sizes);
+  bool ok = kv->pool != NULL && create_open(kv, &sizes) && cuda_sparse_create(kv);
   if (ok && sizes.gather_tokens > 0) {
     kv->gather_tokens = sizes.gather_tokens;
     kv->gather_k = cuda_memory_alloc(backend, kv, sizes.gather);
@@ -206,7 +209,8 @@ enum sits_status cuda_kv_create(struct backend *backend, const struct kv_geometr
                            "cuda: %d pages of %llu bytes and %llu bytes beside them do not fit the device; lower gpu-memory-utilization, "
                            "or kv-cache-memory where it is given",
                            geometry->n_pages, (unsigned long long)page_bytes,
-                           (unsigned long long)(sizes.open_keys + sizes.fresh + sizes.exact + 2 * sizes.gather));
+                           (unsigned long long)(sizes.open_keys + sizes.fresh + sizes.exact + 2 * sizes.gather +
+                                                cuda_sparse_bytes(backend, geometry)));
   }
   *out = kv;
   return SITS_OK;

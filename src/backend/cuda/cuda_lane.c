@@ -104,7 +104,8 @@ void cuda_lane_fini(struct backend_program *lane)
 enum sits_status cuda_lane_open(struct backend_program *program, const struct backend_kv *kv, int32_t max_tokens,
                                 struct backend_program **out, struct sits_error *err)
 {
-  (void)kv;
+  if (kv->geometry.codec == KV_FP4_SPARSE) /* a chunk that is given up has been measured */
+    return sits_fail(err, SITS_UNSUPPORTED, "cuda: lane: not with fp4-sparse");
   if (program->comm != NULL || max_tokens > program->max_tokens)
     return sits_fail(err, SITS_UNSUPPORTED, "cuda: lane: one device, and no more tokens than a batch");
   struct backend_program *lane = mem_calloc(1, sizeof *lane);
@@ -236,7 +237,8 @@ static enum sits_status enqueue(struct backend_program *lane, int32_t to, bool i
   if (span->from == 0) {
     TRY(cuda_fault_step(backend));
     TRY(cuda_batch_start(lane, state->kv, b, slot, &lane->general, lane->general.host[0], 1));
-    state->step = (struct cuda_step){&lane->general, b->n_tokens, 1, b->n_rows, false, b->sample != NULL, false, b, -1, 0, span};
+    state->step = (struct cuda_step){.in = &lane->general, .n_tokens = b->n_tokens, .n_seqs = 1, .n_rows = b->n_rows,
+                                     .is_sampled = b->sample != NULL, .batch = b, .span = span};
     state->step.kept_seq = cuda_kept_choose(state->kv, b, &state->step.kept_page);
     cuda_kept_hold(state->kv);
     cuda_kv_hold(state->kv);

@@ -156,6 +156,25 @@ static bool has_single(const struct cuda_step *step)
   return false;
 }
 
+static bool has_fast_sparse(const struct backend_program *p)
+{
+  const struct program_dims *d = &p->program->dims;
+  return p->backend->compute_major == 9 && k_attn_sparse_takes(d->head_dim, d->n_heads, d->n_kv_heads);
+}
+
+static enum sits_status sparse_attention(struct backend_program *p, const struct backend_kv *kv, const struct k_kv_view *view,
+                                         int32_t frag_m, void *out, struct k_stream at)
+{
+  const struct k_attn_sparse a = {.kv = *view,
+                                  .blocks = cuda_sparse_blocks(kv),
+                                  .q = p->q,
+                                  .out = out,
+                                  .frag_m = frag_m,
+                                  .workspace = kv->sparse.workspace,
+                                  .max_entries = kv->sparse.max_entries};
+  return CUDA_CALL(p->backend, sits_k_attn_sparse(&a, p->backend->n_sm, at));
+}
+
 /* p->qkv (or n_slabs sums in p->slabs) -> rows in p->attn, or fragments in frag_a when frag_m > 0. */
 static enum sits_status attention(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, int32_t l,
                                   int32_t n_slabs, int32_t frag_m, void *frag, struct k_stream at)
@@ -168,7 +187,7 @@ static enum sits_status attention(struct backend_program *p, struct backend_kv *
                                     .bias = layer->qkv->bias,
                                     .n_slabs = n_slabs,
                                     .slab_stride = (int64_t)step->n_tokens * layer->qkv->rows};
-  if (step->is_decode && has_fast_decode)
+  if (step->is_decode && has_fast_decode && !step->is_sparse)
     return decode_attention(p, &view, layer, NULL, &qkv, step->is_few, frag_m, frag_m ? frag : p->attn, at);
   const struct k_rope_append append = {.kv = view,
                                        .rope = p->rope,
@@ -180,11 +199,12 @@ static enum sits_status attention(struct backend_program *p, struct backend_kv *
                                        .is_single = step->is_decode && kv->open == NULL};
   LAUNCH(sits_k_rope_append(&append, at));
   if (kv->open != NULL) LAUNCH(sits_k_kv_fold(&view, at));
-  if (k_attn_prefill_takes(view.head_dim)) {
+  if (step->is_sparse && has_fast_sparse(p)) return sparse_attention(p, kv, &view, frag_m, frag_m ? frag : p->attn, at);
+  if (k_attn_prefill_takes(view.head_dim) && !step->is_sparse) {
     TRY(gathered_attention(p, kv, step, &view, has_fast_decode, at));
     if (has_fast_decode && has_single(step)) TRY(decode_attention(p, &view, layer, p->q, &qkv, false, 0, p->attn, at));
   } else {
-    const struct k_attn_any any = {view, p->q, p->attn};
+    const struct k_attn_any any = {view, p->q, p->attn, step->is_sparse ? cuda_sparse_blocks(kv) : (struct k_kv_blocks){0}};
     LAUNCH(sits_k_attn_any(&any, at));
   }
   if (frag_m == 0) return SITS_OK;
@@ -388,7 +408,7 @@ static enum sits_status run_general(struct backend_program *p, struct backend_kv
 enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, const struct cuda_step *step, struct k_stream at)
 {
   if (p->comm != NULL && p->comm->is_shared) at.pdl = false;
-  if (!step->is_few && cuda_has_fast_decode(p, kv) && has_single(step)) {
+  if (!step->is_few && !step->is_sparse && cuda_has_fast_decode(p, kv) && has_single(step)) {
     const struct k_kv_view view = view_of(p, kv, step, 0);
     LAUNCH(sits_k_attn_cut(&view, p->attn_cut, p->backend->n_sm, at));
   }
@@ -397,7 +417,8 @@ enum sits_status cuda_run(struct backend_program *p, struct backend_kv *kv, cons
   else
     TRY(run_general(p, kv, step, at));
   if (step->span != NULL && step->span->to < p->program->dims.n_layers * CUDA_LAYER_PARTS) return SITS_OK;
-  if (kv->open != NULL && step->is_decode && cuda_has_fast_decode(p, kv)) { /* older keys than a query's own group are those of pages */
+  /* Older keys than a query's own group are those of pages. */
+  if (kv->open != NULL && step->is_decode && !step->is_sparse && cuda_has_fast_decode(p, kv)) {
     const struct k_kv_view view = view_of(p, kv, step, 0);
     LAUNCH(sits_k_kv_close(&view, p->backend->n_sm, at));
   }
