@@ -6,6 +6,9 @@
  * the processor does for a step. Where a device draws tokens and takes a second batch, --sample measures decode a second time, one step
  * ahead: each step is submitted while the one before runs and reads the tokens drawn there. The device is then never without work, so
  * the difference between the two is the time it idles between steps otherwise.
+ *
+ * With --kv-page-budget, for fp4-sparse, what blocks get is measured as in the engine, and decode runs on sequences that have lost their
+ * blocks beyond that many pages: which, a hash says, and the rest stays where it lies, since only the time is of interest here.
  */
 #include <stdio.h>
 #include <string.h>
@@ -16,10 +19,11 @@
 #include "base/mem.h"
 #include "tools/bench/bench.h"
 #include "engine/runner.h"
+#include "kv/kv_sparse.h"
 
 struct throughput_options {
   const char *model, *device, *isa, *recipe, *prefill_weights, *kv_cache_dtype, *prefill, *batch, *plan_costs, *json;
-  int64_t threads, tensor_parallel_size, context, steps, repeat, prompts, max_batch_tokens;
+  int64_t threads, tensor_parallel_size, context, steps, repeat, prompts, max_batch_tokens, kv_page_budget;
   bool unfused, print_plan, sample, no_graphs, one_device, tensor_parallel_compress;
 };
 
@@ -40,6 +44,8 @@ static const struct option_spec specs[] = {
     {"one-device", OPTION_BOOL, AT(one_device), "false", 0, 0, "", 0, NULL, "Options", "All of them are device 0, for comparison."},
     {"kv-cache-dtype", OPTION_ENUM, AT(kv_cache_dtype), "auto", 0, 0, "", 0, "auto|f16|int8|int4|fp4|fp4-sparse", "Options",
      "Cache codec."},
+    {"kv-page-budget", OPTION_INT, AT(kv_page_budget), "0", 0, 1 << 24, "pages", 0, NULL, "Options",
+     "fp4-sparse: pages that a decoded sequence keeps; 0: all, and nothing is measured."},
     {"prefill", OPTION_STRING, AT(prefill), "512", 0, 0, "", 0, NULL, "Options", "Prompt lengths, comma separated; none: \"\"."},
     {"batch", OPTION_STRING, AT(batch), "1,8", 0, 0, "", 0, NULL, "Options", "Decode batch sizes, comma separated; none: \"\"."},
     {"context", OPTION_INT, AT(context), "128", 1, 1048576, "tokens", 0, NULL, "Options", "Tokens in the cache when decode starts."},
@@ -71,7 +77,11 @@ struct steps {
   struct backend_batch batch;
   int32_t *tokens, *positions, *seq_start, *kv_len, *table, *rows;
   struct backend_sample *sample; /* NULL: fetch logits */
-  int32_t pages_per_seq;
+  struct backend_blocks *blocks; /* NULL: no budget */
+  int32_t *lost_table, *numbers; /* of sequences that have lost blocks */
+  _Atomic uint64_t *given;
+  int32_t pages_per_seq, n_columns;
+  bool has_lost;
   int64_t device_us, host_us;  /* of the last step */
 };
 
@@ -84,6 +94,50 @@ static void steps_fini(struct steps *steps)
   mem_free(steps->table);
   mem_free(steps->rows);
   mem_free(steps->sample);
+  mem_free(steps->blocks);
+  mem_free(steps->lost_table);
+  mem_free(steps->numbers);
+  mem_free((void *)steps->given);
+}
+
+static bool blocks_init(struct steps *steps, int64_t most_seqs)
+{
+  const size_t s = (size_t)most_seqs, n = s * (size_t)steps->pages_per_seq;
+  steps->n_columns = steps->runner->geometry.n_layers * steps->runner->geometry.n_kv_heads;
+  steps->blocks = mem_calloc(s, sizeof *steps->blocks);
+  steps->lost_table = mem_calloc(n, sizeof *steps->lost_table);
+  steps->numbers = mem_calloc(n * (size_t)steps->n_columns, sizeof *steps->numbers);
+  steps->given = mem_calloc(n * (size_t)steps->n_columns, sizeof *steps->given);
+  return steps->blocks && steps->lost_table && steps->numbers && steps->given;
+}
+
+/* From now on sequences have what a budget leaves of `context` tokens. */
+static void lose_blocks(struct steps *steps, int32_t n_seqs, int32_t context, int32_t page_budget)
+{
+  const int32_t n_old = context / KV_PAGE_TOKENS - KV_NEWEST_KEPT - 1, n_kept = page_budget - KV_NEWEST_KEPT - 1, n = steps->n_columns;
+  if (steps->blocks == NULL || n_old <= n_kept) return;
+  steps->has_lost = true;
+  for (int32_t s = 0; s < n_seqs; s++)
+    for (int32_t i = 0; i < steps->pages_per_seq; i++) {
+      const int32_t at = s * steps->pages_per_seq + i, page = steps->table[at];
+      const bool is_broken = i > 0 && i <= n_old;
+      steps->lost_table[at] = is_broken ? KV_NO_PAGE : page;
+      for (int32_t c = 0; c < n && is_broken; c++)
+        steps->numbers[(int64_t)at * n + c] =
+            (int32_t)(hash_mix((uint64_t)at, (uint64_t)c) % (uint64_t)n_old) < n_kept ? page * n + c : KV_NO_PAGE;
+    }
+}
+
+/* What a step on these sequences says of blocks. */
+static void add_blocks(struct steps *steps, struct backend_batch *batch, int32_t first_seq)
+{
+  if (steps->blocks == NULL) return;
+  for (int32_t s = 0; s < batch->n_seqs; s++) {
+    const int64_t at = (int64_t)(first_seq + s) * steps->pages_per_seq * steps->n_columns;
+    steps->blocks[s] = (struct backend_blocks){steps->has_lost ? steps->numbers + at : NULL, steps->given + at, KV_NEWEST_KEPT};
+  }
+  batch->blocks = steps->blocks;
+  if (steps->has_lost) batch->block_table = steps->lost_table + (int64_t)first_seq * steps->pages_per_seq;
 }
 
 static bool steps_init(struct steps *steps, const struct runner *runner, int64_t most_tokens, int64_t most_seqs, int32_t pages_per_seq,
@@ -127,6 +181,7 @@ static enum sits_status submit_step(struct steps *steps, int32_t first_seq, int3
       .seq_start = steps->seq_start, .kv_len = steps->kv_len, .row_token = steps->rows, .table_stride = steps->pages_per_seq,
       .sample = steps->sample,
       .block_table = steps->table + (size_t)first_seq * (size_t)steps->pages_per_seq};
+  add_blocks(steps, &batch, first_seq);
   const int64_t start_us = clock_monotonic_us();
   const enum sits_status status = runner->vtable->submit(runner->compiled, runner->kv, &batch);
   steps->host_us = clock_monotonic_us() - start_us;
@@ -204,8 +259,10 @@ static json_t *measure_prefill(struct steps *steps, const struct throughput_opti
 static json_t *measure_decode(struct steps *steps, const struct throughput_options *options, int32_t n_seqs, double *times,
                               double *host_times)
 {
+  steps->has_lost = false;
   for (int32_t s = 0; s < n_seqs; s++)
     if (read_prompts(steps, s, 1, (int32_t)options->context, (int32_t)options->max_batch_tokens) < 0) return NULL;
+  lose_blocks(steps, n_seqs, (int32_t)options->context, (int32_t)options->kv_page_budget);
   double device_us = 0, ahead_us = 0;
   for (int64_t i = 0; i < options->steps; i++) {
     int64_t us = run_step(steps, 0, n_seqs, (int32_t)(options->context + i), 1);
@@ -350,6 +407,7 @@ static int measure(const struct throughput_options *options, struct sizes *z, in
   fprintf(stderr, "%s on %s, cache %s\n", options->model, info.name, kv_codec_name(runner.codec));
   if (!times || !host_times || !steps_init(&steps, &runner, z->most_tokens, z->most_seqs, z->pages_per_seq,
                                            options->sample && runner.vtable->can_sample)) goto done;
+  if (options->kv_page_budget > 0 && !blocks_init(&steps, z->most_seqs)) goto done;
   for (int i = 0; i < z->n_prompts; i++)
     if (json_array_append_new(prefill, measure_prefill(&steps, options, (int32_t)z->prompts[i]))) goto done;
   for (int i = 0; i < z->n_batches; i++)
@@ -381,6 +439,10 @@ int bench_throughput(int argc, char **argv)
     status = 2;
   } else if (options.one_device && options.tensor_parallel_size == 1) {
     fprintf(stderr, "sits2026-bench throughput: --one-device goes with --tensor-parallel-size: one device shares nothing\n");
+    status = 2;
+  } else if (options.kv_page_budget > 0 &&
+             (strcmp(options.kv_cache_dtype, "fp4-sparse") != 0 || options.kv_page_budget < KV_LEAST_BUDGET)) {
+    fprintf(stderr, "sits2026-bench throughput: --kv-page-budget is at least %d, and for fp4-sparse only\n", KV_LEAST_BUDGET);
     status = 2;
   } else {
     status = measure(&options, &sizes, argc, argv);
