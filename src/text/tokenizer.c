@@ -50,6 +50,7 @@ void tokenizer_destroy(struct tokenizer *tokenizer)
   pretok_fini(&tokenizer->pretok);
   added_set_fini(&tokenizer->added);
   added_set_fini(&tokenizer->added_normalized);
+  added_set_fini(&tokenizer->added_written);
   token_list_fini(&tokenizer->prefix);
   token_list_fini(&tokenizer->suffix);
   token_list_fini(&tokenizer->ends);
@@ -61,6 +62,7 @@ struct encoder {
   const struct tokenizer *tokenizer;
   struct token_list *out;
   bool skips_special;
+  const bool *guards;          /* by byte of the text; NULL: none */
   struct buf norm[2];
   struct pretok_scratch pretok;
   struct bpe_scratch bpe;
@@ -99,14 +101,14 @@ static enum sits_status encode_pretokens(struct encoder *enc, const char *text, 
 }
 
 /* Text between the tokens found in the raw input: normalise, then look for those added tokens that live in normalised text. */
-static enum sits_status encode_raw_span(struct encoder *enc, const char *raw, size_t n_raw, bool at_start)
+static enum sits_status encode_normalized(struct encoder *enc, const char *raw, size_t n_raw, bool skips_special, bool at_start)
 {
   const struct tokenizer *tokenizer = enc->tokenizer;
   const char *text;
   size_t n_bytes, done = 0;
   struct added_match match = {0};
   enum sits_status status = norm_run(&tokenizer->norm, raw, n_raw, enc->norm, &text, &n_bytes);
-  while (!status && added_set_next(&tokenizer->added_normalized, text, n_bytes, enc->skips_special, &match)) {
+  while (!status && added_set_next(&tokenizer->added_normalized, text, n_bytes, skips_special, NULL, &match)) {
     if (match.start > done) status = encode_pretokens(enc, text + done, match.start - done, at_start && done == 0);
     if (!status && !token_list_push(enc->out, match.token->id)) status = SITS_NOMEM;
     done = match.end;
@@ -115,17 +117,35 @@ static enum sits_status encode_raw_span(struct encoder *enc, const char *raw, si
   return status;
 }
 
-static enum sits_status encode_text(struct encoder *enc, const char *text, size_t n_bytes)
+/* Guards do not follow their text through the normaliser: where there are any, special tokens that live in normalised text are looked for
+ * as they are written. */
+static enum sits_status encode_raw_span(struct encoder *enc, const char *raw, size_t n_raw, const bool *guards, bool at_start)
 {
   size_t done = 0;
   struct added_match match = {0};
   enum sits_status status = SITS_OK;
-  while (!status && added_set_next(&enc->tokenizer->added, text, n_bytes, enc->skips_special, &match)) {
-    if (match.start > done) status = encode_raw_span(enc, text + done, match.start - done, done == 0);
+  if (!guards || !memchr(guards, true, n_raw)) return encode_normalized(enc, raw, n_raw, enc->skips_special, at_start);
+  while (!status && added_set_next(&enc->tokenizer->added_written, raw, n_raw, enc->skips_special, guards, &match)) {
+    if (match.start > done) status = encode_normalized(enc, raw + done, match.start - done, true, at_start && done == 0);
     if (!status && !token_list_push(enc->out, match.token->id)) status = SITS_NOMEM;
     done = match.end;
   }
-  if (!status && done < n_bytes) status = encode_raw_span(enc, text + done, n_bytes - done, done == 0);
+  if (!status && done < n_raw) status = encode_normalized(enc, raw + done, n_raw - done, true, at_start && done == 0);
+  return status;
+}
+
+static enum sits_status encode_text(struct encoder *enc, const char *text, size_t n_bytes)
+{
+  size_t done = 0;
+  const bool *guards = enc->guards;
+  struct added_match match = {0};
+  enum sits_status status = SITS_OK;
+  while (!status && added_set_next(&enc->tokenizer->added, text, n_bytes, enc->skips_special, guards, &match)) {
+    if (match.start > done) status = encode_raw_span(enc, text + done, match.start - done, guards ? guards + done : NULL, done == 0);
+    if (!status && !token_list_push(enc->out, match.token->id)) status = SITS_NOMEM;
+    done = match.end;
+  }
+  if (!status && done < n_bytes) status = encode_raw_span(enc, text + done, n_bytes - done, guards ? guards + done : NULL, done == 0);
   return status;
 }
 
@@ -151,10 +171,17 @@ bool tokenizer_append_valid(struct buf *out, const char *bytes, size_t n_bytes)
 enum sits_status tokenizer_encode(const struct tokenizer *tokenizer, const char *text, size_t n_bytes, unsigned flags,
                                   struct token_list *out)
 {
-  struct encoder enc = {.tokenizer = tokenizer, .out = out, .skips_special = !(flags & TOKENIZER_PARSE_SPECIAL)};
+  return tokenizer_encode_guarded(tokenizer, text, n_bytes, flags, NULL, out);
+}
+
+enum sits_status tokenizer_encode_guarded(const struct tokenizer *tokenizer, const char *text, size_t n_bytes, unsigned flags,
+                                          const bool *guards, struct token_list *out)
+{
+  struct encoder enc = {.tokenizer = tokenizer, .out = out, .skips_special = !(flags & TOKENIZER_PARSE_SPECIAL), .guards = guards};
   struct buf repaired;
   int64_t n_before = out->n;
   enum sits_status status = SITS_OK;
+  if (guards && !utf8_is_valid(text, n_bytes)) return SITS_INVALID_ARGUMENT;
   buf_init(&repaired, SIZE_MAX / 4);
   buf_init(&enc.norm[0], SIZE_MAX / 4);
   buf_init(&enc.norm[1], SIZE_MAX / 4);

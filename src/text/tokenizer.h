@@ -40,6 +40,10 @@ void tokenizer_destroy(struct tokenizer *tokenizer);
 /* Append the ids of text (UTF-8; invalid bytes are replaced by U+FFFD first) to out. */
 enum sits_status tokenizer_encode(const struct tokenizer *tokenizer, const char *text, size_t n_bytes, unsigned flags,
                                   struct token_list *out) SITS_MUST_CHECK;
+/* The same of a text that others wrote in part: no special token begins at a byte where guards ([n_bytes]; NULL: none) is true. All else is
+ * as without guards. SITS_INVALID_ARGUMENT when the text is no UTF-8. */
+enum sits_status tokenizer_encode_guarded(const struct tokenizer *tokenizer, const char *text, size_t n_bytes, unsigned flags,
+                                          const bool *guards, struct token_list *out) SITS_MUST_CHECK;
 
 /* Append the raw bytes of one token as decoding in the middle of a text would give them (may be part of a character).
  * skip_special: special tokens give nothing. Unknown ids give nothing. */

@@ -84,7 +84,8 @@ static void widen(const char *text, size_t n_bytes, size_t floor, struct added_m
   }
 }
 
-bool added_set_next(const struct added_set *set, const char *text, size_t n_bytes, bool skips_special, struct added_match *match)
+bool added_set_next(const struct added_set *set, const char *text, size_t n_bytes, bool skips_special, const bool *guards,
+                    struct added_match *match)
 {
   if (set->n == 0) return false;
   for (size_t at = match->next; at < n_bytes; at++) {
@@ -102,6 +103,7 @@ bool added_set_next(const struct added_set *set, const char *text, size_t n_byte
     }
     if (best < 0) continue;
     const struct added_token *token = &set->tokens[best];
+    if (guards && guards[at] && token->flags & ADDED_SPECIAL) continue; /* one that begins behind the guard counts */
     bool is_plain = (skips_special && token->flags & ADDED_SPECIAL) ||
                     (token->flags & ADDED_SINGLE_WORD && !stands_alone(text, n_bytes, at, end));
     if (!is_plain) {

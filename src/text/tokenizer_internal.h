@@ -36,8 +36,10 @@ struct added_match {
                             one before it took still counts, as in Hugging Face's library */
   const struct added_token *token;
 };
-/* The token after *match (start with {0}), leftmost then longest; with skips_special, special ones are passed over as plain text. */
-bool added_set_next(const struct added_set *set, const char *text, size_t n_bytes, bool skips_special, struct added_match *match);
+/* The token after *match (start with {0}), leftmost then longest; with skips_special, special ones are passed over as plain text, and where
+ * guards ([n_bytes], or NULL) is true none of them begins. */
+bool added_set_next(const struct added_set *set, const char *text, size_t n_bytes, bool skips_special, const bool *guards,
+                    struct added_match *match);
 
 enum norm_kind { NORM_NFC, NORM_NFD, NORM_PREPEND, NORM_REPLACE, NORM_STRIP };
 struct norm_step {
@@ -66,6 +68,7 @@ struct tokenizer {
   struct pretok pretok;
   struct added_set added;        /* looked for in the raw text */
   struct added_set added_normalized; /* looked for after normalising */
+  struct added_set added_written;    /* the special ones of these as they are written, for text with guards */
   struct token_list prefix, suffix;  /* what the post-processor adds */
   struct token_list ends;
   int32_t bos, eos;

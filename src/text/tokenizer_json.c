@@ -221,8 +221,10 @@ static enum sits_status build_added(struct reading *r)
     if (tokenizer_json_bool(item, "lstrip", false)) flags |= ADDED_LSTRIP;
     if (tokenizer_json_bool(item, "rstrip", false)) flags |= ADDED_RSTRIP;
     if (tokenizer_json_bool(item, "single_word", false)) flags |= ADDED_SINGLE_WORD;
-    if (is_normalized && (status = norm_run(&tokenizer->norm, text, n, scratch, &text, &n))) break;
     int32_t id = (int32_t)json_integer_value(json_object_get(item, "id"));
+    if (is_normalized && is_special && !added_set_add(&tokenizer->added_written, text, n, id, flags)) status = SITS_NOMEM;
+    if (!status && is_normalized) status = norm_run(&tokenizer->norm, text, n, scratch, &text, &n);
+    if (status) break;
     if (!added_set_add(is_normalized ? &tokenizer->added_normalized : &tokenizer->added, text, n, id, flags)) {
       status = SITS_NOMEM;
       break;

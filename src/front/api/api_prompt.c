@@ -11,7 +11,7 @@
 #define MARKER_BYTES 3        /* U+FDD0 .. U+FDEF are EF B7 90 .. EF B7 AF: noncharacters, never assigned */
 #define N_MARKERS 32
 
-struct special { const char *text; size_t n_bytes; int32_t id; };
+struct special { const char *text; size_t n_bytes; };
 
 struct range { int32_t from, to; };
 
@@ -25,8 +25,7 @@ static int by_bytes(const void *a, const void *b)
 {
   const struct special *x = a, *y = b;
   int order = memcmp(x->text, y->text, x->n_bytes < y->n_bytes ? x->n_bytes : y->n_bytes);
-  if (order || x->n_bytes == y->n_bytes) return order ? order : x->id < y->id ? -1 : 1;
-  return x->n_bytes < y->n_bytes ? -1 : 1;
+  return order ? order : x->n_bytes < y->n_bytes ? -1 : x->n_bytes > y->n_bytes;
 }
 
 enum sits_status api_specials_create(const struct tokenizer *tokenizer, struct api_specials **out)
@@ -42,7 +41,7 @@ enum sits_status api_specials_create(const struct tokenizer *tokenizer, struct a
   }
   for (int32_t id = 0; id < n_vocab; id++) {
     if (!tokenizer_is_special(tokenizer, id)) continue;
-    struct special s = {.id = id};
+    struct special s = {0};
     s.text = tokenizer_piece(tokenizer, id, &s.n_bytes);
     if (!s.text || !s.n_bytes) continue;
     specials->list[specials->n++] = s;
@@ -76,19 +75,17 @@ static int32_t first_with(const struct api_specials *specials, struct range rang
   return range.from;
 }
 
-/* The longest special token at text[0], NULL when none; with or_cut also one that the end of the text cuts off. Byte by byte the range of
- * entries that begin as the text does is narrowed, so a place costs as many steps as it shares bytes with some entry, not one per entry. */
-static const struct special *match(const struct api_specials *specials, const char *text, size_t n_bytes, bool or_cut)
+/* Whether a special token is at text[0], or one that the end of the text cuts off. Byte by byte the range of entries that begin as the text
+ * does is narrowed, so a place costs as many steps as it shares bytes with some entry, not one per entry. */
+static bool begins_special(const struct api_specials *specials, const char *text, size_t n_bytes)
 {
   struct range range = specials->starts[(unsigned char)text[0]];
-  const struct special *best = NULL;
   for (size_t depth = 1; range.from < range.to; depth++) {
-    if (specials->list[range.from].n_bytes == depth) best = &specials->list[range.from];
-    if (depth == n_bytes) return or_cut ? &specials->list[range.from] : best;
+    if (depth == n_bytes || specials->list[range.from].n_bytes == depth) return true;
     unsigned c = (unsigned char)text[depth];
     range = (struct range){first_with(specials, range, depth, c), first_with(specials, range, depth, c + 1)};
   }
-  return best;
+  return false;
 }
 
 /* ---- marking ---- */
@@ -120,7 +117,7 @@ static void survey(struct marking *marking, const json_t *value)
         unsigned last = (unsigned char)text[k + 2] - 0x90u;
         if (last < N_MARKERS) marking->used[last] = true;
       }
-      if (!marking->is_needed && match(marking->specials, text + k, n - k, true)) marking->is_needed = true;
+      if (!marking->is_needed && begins_special(marking->specials, text + k, n - k)) marking->is_needed = true;
     }
   }
 }
@@ -132,7 +129,7 @@ static json_t *mark_string(struct marking *marking, const json_t *value)
   struct buf out;
   buf_init(&out, MAX_RENDERED_BYTES);
   for (size_t k = 0; k < n; k++) {
-    if (match(marking->specials, text + k, n - k, true)) buf_append(&out, marking->marker, MARKER_BYTES);
+    if (begins_special(marking->specials, text + k, n - k)) buf_append(&out, marking->marker, MARKER_BYTES);
     buf_append_char(&out, text[k]);
   }
   json_t *marked = out.failed ? NULL : json_stringn_nocheck(out.data ? out.data : "", out.size);
@@ -183,37 +180,13 @@ static enum sits_status unmark(struct buf *text, const char *marker, bool **guar
   return SITS_OK;
 }
 
-/* Encode with special tokens recognised, except where a guard stands. */
-static enum sits_status encode_guarded(const struct tokenizer *tokenizer, const struct api_specials *specials, const struct buf *text,
-                                       const bool *guards, struct token_list *out)
-{
-  size_t start = 0;
-  enum sits_status status = SITS_OK;
-  for (size_t i = 0; i < text->size && !status;) {
-    const struct special *s = guards[i] ? NULL : match(specials, text->data + i, text->size - i, false);
-    if (!s) {
-      i++;
-      continue;
-    }
-    if (i > start) status = tokenizer_encode(tokenizer, text->data + start, i - start, 0, out);
-    if (!status && !token_list_push(out, s->id)) status = SITS_NOMEM;
-    i += s->n_bytes;
-    start = i;
-  }
-  if (!status && start < text->size) status = tokenizer_encode(tokenizer, text->data + start, text->size - start, 0, out);
-  return status;
-}
-
 static enum sits_status encode_rendered(const struct api_model *model, const struct marking *marking, bool add_special, struct buf *text,
                                         struct token_list *out)
 {
-  unsigned add = add_special ? TOKENIZER_ADD_SPECIAL : 0;
-  const char *data = text->data ? text->data : "";
-  if (!marking->is_needed) return tokenizer_encode(model->tokenizer, data, text->size, TOKENIZER_PARSE_SPECIAL | add, out);
+  const unsigned flags = TOKENIZER_PARSE_SPECIAL | (add_special ? TOKENIZER_ADD_SPECIAL : 0u);
   bool *guards = NULL;
-  enum sits_status status = text->data ? unmark(text, marking->marker, &guards) : SITS_OK;
-  if (!status && add && tokenizer_adds_bos(model->tokenizer) && !token_list_push(out, tokenizer_bos(model->tokenizer))) status = SITS_NOMEM;
-  if (!status && text->size) status = encode_guarded(model->tokenizer, marking->specials, text, guards, out);
+  enum sits_status status = marking->is_needed && text->data ? unmark(text, marking->marker, &guards) : SITS_OK;
+  if (!status) status = tokenizer_encode_guarded(model->tokenizer, text->data ? text->data : "", text->size, flags, guards, out);
   mem_free(guards);
   return status;
 }

@@ -3,8 +3,8 @@
  * Special tokens. What the template writes may become special tokens, what a client wrote in a message never does. The text is rendered
  * with the real contents, so that templates which trim, split or test them work as they do elsewhere. Only where a client's string holds
  * the text of a special token (or ends in the beginning of one) a marker is put before that place: a Unicode noncharacter that occurs in
- * none of the client's strings. After rendering the markers are taken out, and no special token is recognised where one stood. With no
- * such place, which is nearly always, the ids are those of the plain rendering.
+ * none of the client's strings. After rendering the markers are taken out, and no special token is recognised where one stood. All
+ * other ids are those of the plain rendering.
  *
  * A prompt of /v1/completions or /tokenize is the client's own rendering: special tokens in it are recognised unless parse_special is
  * false. All functions are thread-safe. */

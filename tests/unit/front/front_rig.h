@@ -67,15 +67,21 @@ static inline struct tokenizer *rig_tokenizer(int n_more)
   return tokenizer;
 }
 
-static inline void rig_open_with(struct rig *rig, int n_more_specials)
+/* The tokenizer is taken over. */
+static inline void rig_open_on(struct rig *rig, struct tokenizer *tokenizer, const char *template_text)
 {
   struct sits_error err = {0};
-  *rig = (struct rig){.tokenizer = rig_tokenizer(n_more_specials)};
-  if (chat_template_create(rig_template_text, sizeof rig_template_text - 1, &rig->chat_template, &err)) fail_msg("%s", err.text);
+  *rig = (struct rig){.tokenizer = tokenizer};
+  if (chat_template_create(template_text, strlen(template_text), &rig->chat_template, &err)) fail_msg("%s", err.text);
   if (api_create(&api_limits_default, &rig->api, &err)) fail_msg("%s", err.text);
   rig->model = (struct api_model){.engine = &rig->engine, .tokenizer = rig->tokenizer, .chat_template = rig->chat_template,
                                   .names = {"m", "other"}, .n_names = 2, .max_model_len = 1000};
   if (api_model_set(rig->api, &rig->model, &err)) fail_msg("%s", err.text);
+}
+
+static inline void rig_open_with(struct rig *rig, int n_more_specials)
+{
+  rig_open_on(rig, rig_tokenizer(n_more_specials), rig_template_text);
 }
 
 static inline void rig_open(struct rig *rig) { rig_open_with(rig, 0); }

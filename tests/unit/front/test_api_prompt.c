@@ -63,6 +63,50 @@ static void test_no_text_becomes_special(void **state)
       }
 }
 
+/* A tokenizer that puts a space before the text's beginning only, with <end> (1) that takes the white space behind it, <turn> (2), and
+ * <old> (3), which lives in normalised text; the characters are their own ids. */
+static struct tokenizer *spaced_tokenizer(void)
+{
+  static const char head[] =
+    "{\"added_tokens\":[{\"id\":1,\"content\":\"<end>\",\"special\":true,\"normalized\":false,\"rstrip\":true},"
+    "{\"id\":2,\"content\":\"<turn>\",\"special\":true,\"normalized\":false},"
+    "{\"id\":3,\"content\":\"<old>\",\"special\":true,\"normalized\":true}],"
+    "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"\\u2581\",\"prepend_scheme\":\"first\",\"split\":false},"
+    "\"decoder\":{\"type\":\"Metaspace\",\"replacement\":\"\\u2581\",\"prepend_scheme\":\"first\"},"
+    "\"model\":{\"type\":\"BPE\",\"merges\":[],\"vocab\":{"
+    "\"<end>\":1,\"<turn>\":2,\"<old>\":3,\"\\n\":10,\"\\u2581\":32";
+  struct tokenizer *tokenizer = NULL;
+  struct sits_error err = {0};
+  struct buf text;
+  buf_init(&text, 1 << 20);
+  buf_append_text(&text, head);
+  for (int c = 33; c < 127; c++) buf_printf(&text, ",\"\\u%04x\":%d", c, c);
+  buf_append_text(&text, "}}}");
+  if (tokenizer_parse_json(text.data, text.size, "spaced", &tokenizer, &err)) fail_msg("%s", err.text);
+  buf_fini(&text);
+  return tokenizer;
+}
+
+/* A text with a place that must not become a special token changes nothing else: no space at each turn's beginning, and what <end> takes
+ * with it stays away. */
+static void test_guards_change_nothing_else(void **state)
+{
+  static const char template_text[] = "{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}<old><end>\n{% endfor %}<turn>assistant";
+  static const char *const contents[] = {"a b", "a b<", "<end> b", "<turn>", "<old>", " <ol", "<end>\\n b"};
+  static const char *const ids[] = {"a b", "a b<", "<end> b", "<turn>", "<old>", " <ol", "<end>\n b"};
+  struct rig kept = rig;
+  rig_open_on(&rig, spaced_tokenizer(), template_text);
+  for (size_t i = 0; i < sizeof contents / sizeof *contents; i++) {
+    char messages[256], got[1024], want[256];
+    snprintf(messages, sizeof messages, "[{\"role\":\"user\",\"content\":\"%s\"},{\"role\":\"user\",\"content\":\"c\"}]", contents[i]);
+    snprintf(want, sizeof want, "\2user\n%s\3\1\2user\nc\3\1\2assistant", ids[i]);
+    render(messages, got);
+    assert_string_equal(got, want);
+  }
+  rig_close(&rig);
+  rig = kept;
+}
+
 /* Hundreds of special tokens with long common beginnings: the longest at each place is found, the template's own are, and none of a
  * client's text is, however near it comes. */
 static void test_many_special_tokens(void **state)
@@ -168,6 +212,7 @@ static void test_raw_prompts(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_rendered_ids), cmocka_unit_test(test_no_text_becomes_special),
+                                     cmocka_unit_test(test_guards_change_nothing_else),
                                      cmocka_unit_test(test_many_special_tokens),
                                      cmocka_unit_test(test_all_markers_taken), cmocka_unit_test(test_refused_messages),
                                      cmocka_unit_test(test_raw_prompts)};
