@@ -226,8 +226,9 @@ def test_request_ids_and_classes(server, stub):
     assert dict(call.initial_metadata())["x-request-id"] == "job-17" and answer.id == "cmpl-job-17"
     answer, call = stub.Generate.with_call(request, metadata=[("x-request-id", "no spaces")])
     assert len(dict(call.initial_metadata())["x-request-id"]) == 32
-    error = failure(lambda: stub.Generate(request, metadata=[("x-qos-level", "urgent")]))
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and dict(error.trailing_metadata())["sits-error-param"] == "X-QoS-Level"
+    for level in ("urgent", "as urgent as can be", ""):
+        error = failure(lambda: stub.Generate(request, metadata=[("x-qos-level", level)]))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and dict(error.trailing_metadata())["sits-error-param"] == "X-QoS-Level"
 
 
 def test_metrics_count_calls_by_method_and_status(server, stub):

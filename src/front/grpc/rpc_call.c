@@ -403,6 +403,14 @@ static void name_peer(struct rpc *rpc)
   gpr_free(peer);
 }
 
+/* One that is too long or empty is there, and wrong. */
+static void find_class(struct rpc *rpc)
+{
+  static const char key[] = "x-qos-level";
+  if (find_metadata(rpc, key, rpc->qos, sizeof rpc->qos) && rpc->qos[0]) return;
+  snprintf(rpc->qos, sizeof rpc->qos, "%s", count_metadata(rpc, key) ? "?" : "");
+}
+
 static void find_trace_parent(struct rpc *rpc)
 {
   char parent[256], state[API_TRACE_STATE_BYTES];
@@ -423,7 +431,7 @@ static void begin(struct rpc *rpc)
   char given[80];
   bool has_id = find_metadata(rpc, "x-request-id", given, sizeof given);
   access_choose_id(has_id ? given : NULL, atomic_fetch_add(&server->next_number, 1), rpc->id, sizeof rpc->id);
-  if (!find_metadata(rpc, "x-qos-level", rpc->qos, sizeof rpc->qos)) rpc->qos[0] = '\0';
+  find_class(rpc);
   pthread_mutex_lock(&server->mutex);
   rpc->is_listed = true;
   rpc->next = server->rpcs;

@@ -1,5 +1,5 @@
 /* grpc.health.v1: the readiness that HTTP shows, for the server ("") and for each service. A watcher is told at once and on each change;
- * changes are found by the acceptor's thread, which looks every 50 ms while anyone watches (a wedged engine changes no variable). */
+ * changes are found by the acceptor's thread, which looks every 20 ms while anyone watches (a wedged engine changes no variable). */
 #include <string.h>
 
 #include "front/grpc/rpc_internal.h"
