@@ -87,6 +87,7 @@ static void close_or_leave(struct service *service)
 {
   if (service_close(service)) return;
   log_error("daemon", "not everything could be stopped");
+  service_leave(service);
   _exit(1);
 }
 
@@ -101,8 +102,6 @@ static int serve(const struct options *options)
   sigaddset(&set, SIGHUP);
   sigaddset(&set, SIGUSR2);
   pthread_sigmask(SIG_BLOCK, &set, NULL);
-  signal(SIGPIPE, SIG_IGN);
-  signal(SIGXFSZ, SIG_IGN); /* a limit on the size of files is a write that fails, as a full disk is */
   raise_descriptor_limit(options->max_connections + (options->grpc_port ? options->grpc_max_connections : 0) + 256);
   static struct service service;
   struct notify notify;
@@ -135,6 +134,7 @@ static int serve(const struct options *options)
     notify_send(&notify, "READY=1\nSTATUS=serving");
   }
   if (!is_loaded) { /* nothing is served yet and reading a model cannot be interrupted: there is nothing to drain */
+    service_leave(&service);
     log_info("daemon", "stopped while loading");
     _exit(0);
   }
@@ -158,7 +158,11 @@ int main(int argc, char **argv)
   log_set_level(level_of(options.log_level));
   json_object_seed(0); /* before any thread */
   int result;
-  if (action == OPTIONS_RUN) secrets_check(&options);
+  if (action == OPTIONS_RUN) {
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a limit on the size of files is a write that fails, as a full disk is */
+    secrets_check(&options);
+  }
   if (action != OPTIONS_RUN) result = action_run(action, &options, &set);
   else result = ranks_follows(&options) ? ranks_follow(&options) : serve(&options);
   option_set_fini(&set);

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/log.h"
+#include "daemon/notify.h"
 #include "engine/runner.h"
 
 enum { DEFAULT_PORT = 29400 };
@@ -114,6 +115,8 @@ enum sits_status ranks_read(const struct options *o, struct nodes_options *nodes
   return read_devices(o, out->n_ranks, out->devices, err);
 }
 
+static struct notify notify; /* of the one follower that a process can be */
+
 static void stay(int signal_number) { (void)signal_number; }
 
 /* Whoever stops a job tells all its processes at once, and the leader's drain needs its followers: they end when it has closed or is lost.
@@ -125,14 +128,23 @@ static void leave_stop_to_leader(void)
   sigaction(SIGINT, &once, NULL);
 }
 
+/* systemd's watchdog has no say from here on: the leader sees a follower that stands still, and its end is the leader's. */
+static void joined(void)
+{
+  leave_stop_to_leader();
+  notify_send(&notify, "READY=1\nSTATUS=following the leader\nWATCHDOG_USEC=0");
+}
+
 int ranks_follow(const struct options *o)
 {
   struct nodes_options nodes;
   struct instance_options read = {0};
   struct sits_error err = {0};
+  signal(SIGHUP, SIG_IGN); /* it has neither keys nor certificates to read again */
+  notify_init(&notify);
   enum sits_status status = ranks_read(o, &nodes, &read, &err);
   if (!status) {
-    nodes.joined = leave_stop_to_leader;
+    nodes.joined = joined;
     const struct runner_options runner = {.model_path = o->model, .device = o->device,
                                           .backend = {.n_threads = (int32_t)o->threads, .isa = o->isa, .nodes = &nodes,
                                                       .prefill_weights = o->prefill_weights, .device = read.device_ordinal}};
@@ -140,5 +152,6 @@ int ranks_follow(const struct options *o)
   }
   if (status) log_error("daemon", "cannot follow: %s", err.text);
   else log_info("daemon", "the leader has stopped");
+  notify_fini(&notify);
   return status ? 1 : 0;
 }

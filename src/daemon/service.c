@@ -374,6 +374,8 @@ bool service_wait_idle(struct service *service, int64_t timeout_us)
   return api_wait_idle(service->api, timeout_us) && api_wait_delivered(service->api, timeout_us);
 }
 
+void service_leave(struct service *service) { audit_finish(service->audit); }
+
 bool service_close(struct service *service)
 {
   if (service->http) {

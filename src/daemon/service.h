@@ -43,6 +43,8 @@ void service_wedge(struct service *service);
 void service_drain(struct service *service);
 /* Whether every request has ended and its answer has left; waits at most twice timeout_us. */
 bool service_wait_idle(struct service *service, int64_t timeout_us);
+/* The process ends at once and others may still run: only what must be whole on the disk is finished, and nothing is freed. */
+void service_leave(struct service *service);
 /* Half-open is fine. False: something would not end, nothing that it uses was freed, and the process must be ended at once. */
 bool service_close(struct service *service) SITS_MUST_CHECK;
 

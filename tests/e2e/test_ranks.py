@@ -2,6 +2,7 @@
 import concurrent.futures
 import os
 import signal
+import socket
 import subprocess
 import time
 
@@ -123,6 +124,33 @@ def test_a_signal_to_all_lets_the_leader_drain(launch, follow):
     assert status == 200 and answer["usage"]["completion_tokens"] == 400, answer
     assert server.process.wait(30 * SLOW) == 0
     assert follower.wait(30 * SLOW) == 0
+
+
+def test_a_reload_of_a_follower_changes_nothing(launch, follow, tmp_path):
+    """As systemctl reload sends it; systemd is told when the follower has joined, and that its watchdog is not fed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(60 * SLOW)
+        port = free_port()
+        follower = follow(port, NOTIFY_SOCKET=str(tmp_path / "notify"), WATCHDOG_USEC="200000")
+        server = leader(launch, port)
+        assert manager.recv(4096).decode().split("\n") == ["READY=1", "STATUS=following the leader", "WATCHDOG_USEC=0"]
+    follower.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert follower.poll() is None
+    assert server.complete("Once upon a time", **GREEDY)[0] == 200
+    assert server.stop() == 0
+    assert follower.wait(30 * SLOW) == 0
+
+
+def test_a_stop_while_followers_are_awaited_closes_the_audit_log(launch, tmp_path):
+    log = tmp_path / "audit.log"
+    for _ in range(2):
+        server = leader(launch, free_port(), "--audit-log", log, wait=False)
+        assert server.complete("Once upon a time")[0] == 503
+        assert server.stop() == 0
+    done = subprocess.run([BIN / "sits2026d", "--verify-audit", log], capture_output=True, text=True, timeout=60 * SLOW)
+    assert done.returncode == 0 and done.stdout.startswith("ok: 6 lines") and "gaps" not in done.stdout, done.stdout + done.stderr
 
 
 def test_a_second_signal_ends_a_follower(launch, follow):

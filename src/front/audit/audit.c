@@ -33,6 +33,7 @@ struct audit {
   bool is_dirty;                    /* [writer] written since the last sync that went well */
   bool has_unwritten, has_unsynced; /* [writer] the last write, the last sync failed */
   int64_t rotate_after_us;          /* [writer] monotonic: no rotation before, since one failed */
+  bool is_finished;                 /* [owner] */
 };
 
 /* ---- a record's members ---- */
@@ -244,13 +245,20 @@ enum sits_status audit_open(const struct audit_options *options, struct metrics 
   return SITS_OK;
 }
 
+void audit_finish(struct audit *audit)
+{
+  if (!audit || audit->is_finished) return;
+  audit->is_finished = true;
+  blob_queue_close(&audit->queue);
+  pthread_join(audit->thread, NULL);
+  audit_file_close(&audit->file);
+}
+
 void audit_close(struct audit *audit)
 {
   if (!audit) return;
-  blob_queue_close(&audit->queue);
-  pthread_join(audit->thread, NULL);
+  audit_finish(audit);
   blob_free_list(audit->pending);
-  audit_file_close(&audit->file);
   blob_queue_fini(&audit->queue);
   audit_mac_close(audit->mac);
   mem_free(audit);

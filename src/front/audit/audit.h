@@ -12,7 +12,7 @@
  * number and hash of the newest line, so that a cut tail shows. All are made with mode 0600. Lines are in the kernel's hands within
  * 0.1 s and on the disk within about a second.
  *
- * Threads: audit_open, audit_close: one owner; audit_record: any. */
+ * Threads: audit_open, audit_finish, audit_close: one owner; audit_record: any. */
 #ifndef SITS_FRONT_AUDIT_AUDIT_H
 #define SITS_FRONT_AUDIT_AUDIT_H
 
@@ -35,7 +35,9 @@ enum sits_status audit_open(const struct audit_options *options, struct metrics 
     SITS_MUST_CHECK;
 /* Public records (answered probes and scrapes) are left out. Never waits. */
 void audit_record(struct audit *audit, const struct api_record *record);
-/* Write what is queued and an end line; NULL is fine. */
+/* Write what is queued and an end line. What is recorded from now on is lost and counted. Once; NULL is fine. */
+void audit_finish(struct audit *audit);
+/* Finish it if that was not done, and free it: nobody may record any more. NULL is fine. */
 void audit_close(struct audit *audit);
 
 #endif

@@ -142,6 +142,23 @@ static void test_100000_lines_over_rotations_verify(void **state)
   assert_int_equal(info.st_mode & 0777, 0600);
 }
 
+static void test_a_finished_log_is_whole_whoever_still_records(void **state)
+{
+  struct log *log = *state;
+  struct audit *audit = open_log(log, 1 << 20, 1 << 20);
+  write_lines(audit, 3);
+  audit_finish(audit);
+  write_lines(audit, 2);
+  struct audit_report report;
+  assert_whole(log, &report);
+  assert_int_equal(report.n_lines, 5);
+  assert_int_equal(counter(log, METRICS_AUDIT_LOST), 2);
+  audit_close(audit);
+  audit_close(open_log(log, 1 << 20, 1 << 20));
+  assert_whole(log, &report);
+  assert_int_equal(report.n_not_closed, 0);
+}
+
 static void test_age_rotates(void **state)
 {
   struct log *log = *state;
@@ -740,6 +757,7 @@ int main(void)
     TEST(test_who_edits_cannot_chain_anew_without_the_key), TEST(test_keys_that_are_none), TEST(test_the_hash_is_hmac_sha256),
     TEST(test_full_disk_is_told_and_counted_and_passes), TEST(test_a_sync_that_fails_is_told_and_counted_and_tried_again),
     TEST(test_what_a_full_disk_held_back_is_written_at_the_end), TEST(test_a_rotation_that_fails_halfway_is_taken_back),
+    TEST(test_a_finished_log_is_whole_whoever_still_records),
     TEST(test_full_queue_loses_lines_counts_and_tells), TEST(test_allocation_failures), cmocka_unit_test(test_traceparent)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
