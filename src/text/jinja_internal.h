@@ -82,7 +82,7 @@ struct jinja_dict { size_t n, capacity; struct jinja_pair *pairs; uint32_t *slot
 enum jinja_undef_kind { UNDEF_NAME, UNDEF_ATTRIBUTE, UNDEF_HINT, UNDEF_UNSAFE };
 struct jinja_undef {
   enum jinja_undef_kind kind;
-  uint8_t obj_type;           /* UNDEF_ATTRIBUTE, UNDEF_UNSAFE: type of the object asked */
+  const char *obj_type;       /* UNDEF_ATTRIBUTE, UNDEF_UNSAFE: name of the type of the object asked; NULL: None was */
   const char *hint;           /* UNDEF_HINT */
   struct jv name;             /* name, attribute or index asked for */
 };

@@ -166,7 +166,8 @@ bool jinja_undefined(struct jinja_run *run, enum jinja_undef_kind kind, struct j
 {
   struct jinja_undef *undef = jinja_alloc(run, 1, sizeof *undef);
   if (!undef) return false;
-  *undef = (struct jinja_undef){.kind = kind, .obj_type = obj.type, .hint = hint, .name = name};
+  const char *obj_type = obj.type == JV_NONE ? NULL : jinja_type_name(obj);
+  *undef = (struct jinja_undef){.kind = kind, .obj_type = obj_type, .hint = hint, .name = name};
   *out = (struct jv){.type = JV_UNDEFINED, .undef = undef};
   return true;
 }
@@ -175,9 +176,7 @@ bool jinja_undefined_fail(struct jinja_run *run, struct jv v)
 {
   const struct jinja_undef *undef = v.undef;
   struct jinja_out name = {0};
-  const struct jv obj = {.type = undef->obj_type};
-  bool is_none = undef->obj_type == JV_NONE;
-  const char *type = is_none ? "None" : jinja_type_name(obj), *suffix = is_none ? "" : " object";
+  const char *type = undef->obj_type ? undef->obj_type : "None", *suffix = undef->obj_type ? " object" : "";
   bool is_text = undef->name.type == JV_STR;
   if (undef->kind == UNDEF_HINT) return jinja_fail(run, "UndefinedError", "%s", undef->hint);
   if (!(is_text && undef->kind != UNDEF_NAME ? jinja_emit_str(run, &name, undef->name) : jinja_emit_repr(run, &name, undef->name)))
