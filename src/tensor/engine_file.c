@@ -10,7 +10,6 @@
 #include "base/mapfile.h"
 #include "base/mem.h"
 #include "tensor/engine_format.h"
-#include "tensor/name_index.h"
 
 const char engine_magic[8] = "SITSENG";
 const char *const engine_quant_names[3] = {"none", "channel", "group"};
@@ -59,7 +58,7 @@ int64_t engine_file_n_groups(const struct sits_utd *utd)
   if (utd->group_axis < 0 || utd->group_axis >= utd->n_dims || utd->group_size <= 0) return -1;
   int64_t along = utd->dims[utd->group_axis];
   if (along <= 0) return -1;
-  return n / along * ((along + utd->group_size - 1) / utd->group_size);
+  return n / along * (along / utd->group_size + (along % utd->group_size != 0));
 }
 
 static enum sits_status bad(const struct engine_file *file, const char *tensor, const char *what, struct sits_error *err)
@@ -111,16 +110,36 @@ static bool read_dims(const json_t *row, struct sits_utd *utd)
   return sits_utd_elements(utd) > 0;
 }
 
+/* Printable ASCII, of which error texts and listings are made; NULL where the row has no such name. */
+static const char *read_name(const json_t *row)
+{
+  const json_t *value = json_object_get(row, "name");
+  const char *name = json_string_value(value);
+  if (!name || !*name || strlen(name) != json_string_length(value)) return NULL;
+  for (const char *c = name; *c; c++)
+    if (*c < 0x20 || *c > 0x7e) return NULL;
+  return name;
+}
+
+static bool read_int32(const json_t *row, const char *key, int32_t *out)
+{
+  const json_t *value = json_object_get(row, key);
+  if (!json_is_integer(value) || json_integer_value(value) < 0 || json_integer_value(value) > INT32_MAX) return false;
+  *out = (int32_t)json_integer_value(value);
+  return true;
+}
+
 static const char *read_quant(const json_t *row, struct sits_utd *utd)
 {
-  const char *name = json_string_value(json_object_get(row, "quant"));
-  if (!name) return NULL;
+  const json_t *value = json_object_get(row, "quant");
+  const char *name = json_string_value(value);
   int kind = SITS_QUANT_NONE;
-  while (kind < 3 && strcmp(name, engine_quant_names[kind]) != 0) kind++;
-  if (kind == 3) return "unknown kind of quantisation";
+  if (!value) return NULL;
+  while (name && kind < 3 && strcmp(name, engine_quant_names[kind]) != 0) kind++;
+  if (!name || kind == 3) return "unknown kind of quantisation";
   utd->quant = (enum sits_quant)kind;
-  utd->group_size = (int32_t)json_integer_value(json_object_get(row, "group_size"));
-  utd->group_axis = (int32_t)json_integer_value(json_object_get(row, "group_axis"));
+  if (kind != SITS_QUANT_NONE && (!read_int32(row, "group_size", &utd->group_size) || !read_int32(row, "group_axis", &utd->group_axis)))
+    return "bad group size or axis";
   return read_dtype(row, "scale_dtype", &utd->scale_dtype) ? NULL : "unknown scale type";
 }
 
@@ -151,13 +170,15 @@ static const char *read_sections(const struct engine_file *file, const json_t *r
 static enum sits_status read_tensor(const struct engine_file *file, const json_t *row, struct engine_tensor *tensor, struct sits_error *err)
 {
   struct sits_utd *utd = &tensor->utd;
-  const char *name = json_string_value(json_object_get(row, "name"));
-  if (!name || !*name || strlen(name) >= sizeof utd->name) return bad(file, "tensors", "a tensor without a usable name", err);
+  const char *name = read_name(row);
+  const json_t *tile = json_object_get(row, "tile_name");
+  if (!name || strlen(name) >= sizeof utd->name) return bad(file, "tensors", "a tensor without a usable name", err);
   snprintf(utd->name, sizeof utd->name, "%s", name);
   utd->place = file->map.data ? SITS_PLACE_MAPPED_FILE : SITS_PLACE_HOST;
   if (!read_dtype(row, "dtype", &utd->dtype)) return bad(file, name, "unknown element type", err);
   if (!read_dims(row, utd)) return bad(file, name, "bad shape", err);
-  utd->tile_name = json_string_value(json_object_get(row, "tile_name"));
+  if (tile && !json_is_string(tile)) return bad(file, name, "tile_name is no text", err);
+  utd->tile_name = json_string_value(tile);
   utd->layout = utd->tile_name ? SITS_LAYOUT_PACKED_TILE : SITS_LAYOUT_ROW_MAJOR;
   const char *what = read_quant(row, utd);
   if (!what) what = read_sections(file, row, tensor);
@@ -207,7 +228,7 @@ static enum sits_status read_header(struct engine_file *file, struct sits_error 
   json_array_foreach(blobs, index, row) {
     struct span span;
     uint64_t checksum;
-    const char *name = json_string_value(json_object_get(row, "name"));
+    const char *name = read_name(row);
     if (!name || !read_span(file, json_object_get(row, "data"), &span) || !read_checksum(row, &checksum))
       return bad(file, name ? name : "blobs", "a blob lies outside the file or lacks name or checksum", err);
   }
@@ -216,9 +237,8 @@ static enum sits_status read_header(struct engine_file *file, struct sits_error 
 
 static enum sits_status truncated(const struct engine_file *file, uint64_t file_bytes, const char *name, struct sits_error *err)
 {
-  char printable[NAME_INDEX_MAX_PRINTED];
-  return sits_fail_param(err, SITS_FORMAT, name, "%.120s: truncated: %zu bytes of %llu, '%s' is not whole", file->name, file->n_bytes,
-                         (unsigned long long)file_bytes, name_printable(printable, name, strlen(name)));
+  return sits_fail_param(err, SITS_FORMAT, name, "%.120s: truncated: %zu bytes of %llu, '%.71s' is not whole", file->name, file->n_bytes,
+                         (unsigned long long)file_bytes, name);
 }
 
 /* The first tensor or blob, in the header's order, that ends past the file's end; the file's own padding when all are there. */
@@ -232,7 +252,7 @@ static const char *first_cut(const struct engine_file *file)
       for (int k = 0; k < ENGINE_SECTION_KEYS; k++) {
         const json_t *span = json_object_get(row, engine_section_keys[k]);
         const json_int_t offset = json_integer_value(json_array_get(span, 0)), size = json_integer_value(json_array_get(span, 1));
-        const char *name = json_string_value(json_object_get(row, "name"));
+        const char *name = read_name(row);
         if (name && offset >= 0 && size >= 0 && (uint64_t)offset + (uint64_t)size > file->n_bytes) return name;
       }
   return "padding";

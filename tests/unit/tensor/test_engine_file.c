@@ -154,15 +154,19 @@ static void test_truncation_version_order(void **state)
   mem_free(bytes);
 }
 
-/* Change the JSON header (same length) and mend its checksum, so that only the content checks can object. */
+/* Change the JSON header, which has zeros behind it, and mend its size and checksum, so that only the content checks can object. */
 static void edit(unsigned char *bytes, const char *from, const char *to)
 {
   uint64_t header_bytes, checksum;
   memcpy(&header_bytes, bytes + 16, 8);
-  assert_int_equal(strlen(from), strlen(to));
   char *at = memmem(bytes + 40, header_bytes, from, strlen(from));
   if (!at) fail_msg("no '%s' in %.*s", from, (int)header_bytes, (const char *)bytes + 40);
+  const size_t behind = (size_t)((char *)bytes + 40 + header_bytes - at) - strlen(from);
+  assert_true(40 + header_bytes + strlen(to) < ENGINE_FILE_ALIGN);
+  memmove(at + strlen(to), at + strlen(from), behind);
   memcpy(at, to, strlen(to));
+  header_bytes = header_bytes + strlen(to) - strlen(from);
+  memcpy(bytes + 16, &header_bytes, 8);
   checksum = hash_bulk(0, bytes + 40, header_bytes);
   memcpy(bytes + 32, &checksum, 8);
 }
@@ -186,6 +190,16 @@ static void test_hostile_headers(void **state)
       {"\"f16\"", "\"f61\"", "unknown scale type"},
       {"\"name\":\"norm\"", "\"mane\":\"norm\"", "without a usable name"},
       {"\"meta\"", "\"atem\"", "missing"},
+      {"\"group_size\":32", "\"group_size\":4294967328", "group size or axis"},
+      {"\"group_size\":32", "\"group_size\":\"32\"", "group size or axis"},
+      {"\"group_axis\":1", "\"group_axis\":4294967297", "group size or axis"},
+      {"\"quant\":\"group\"", "\"quant\":2", "unknown kind of quantisation"},
+      {"\"dims\":[4,64]", "\"dims\":[1,9223372036854775807]", "wrong size"},
+      {"\"dims\":[3,5]", "\"dims\":[3,5],\"tile_name\":7", "tile_name is no text"},
+      {"\"norm\"", "\"nor\\u001bm\"", "without a usable name"},
+      {"\"norm\"", "\"norm\\u0000x\"", "without a usable name"},
+      {"\"tokenizer.json\"", "\"tokenizer\\u001b.json\"", "lacks name"},
+      {"\"tokenizer.json\"", "\"\"", "lacks name"},
   };
   for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
     size_t n_bytes;
