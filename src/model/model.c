@@ -89,6 +89,17 @@ static bool is_weight_type(const struct sits_utd *t, bool is_vector)
   return !is_vector && dtype >= SITS_DTYPE_Q4_0 && dtype <= SITS_DTYPE_Q6_K;
 }
 
+/* The engine file can describe forms that nothing here reads: NULL, or what is wrong with this one. */
+static const char *bad_form(const struct sits_utd *t)
+{
+  if (t->layout != SITS_LAYOUT_ROW_MAJOR) return "packed in tiles, which is not supported";
+  if (t->quant == SITS_QUANT_NONE) return NULL;
+  if (t->scale_dtype != SITS_DTYPE_F16 && t->scale_dtype != SITS_DTYPE_F32) return "its scales are not f16 or f32";
+  if (t->quant == SITS_QUANT_GROUP && (t->group_axis != 1 || t->dims[1] % t->group_size != 0))
+    return "its groups are no whole number along its rows";
+  return NULL;
+}
+
 static enum sits_status check_shape(const struct binder *b, const struct sits_utd *t, int64_t rows, int64_t columns)
 {
   bool is_vector = columns == 0;
@@ -97,6 +108,9 @@ static enum sits_status check_shape(const struct binder *b, const struct sits_ut
   if (!is_weight_type(t, is_vector))
     return sits_fail_param(b->err, SITS_UNSUPPORTED, t->name, "%s: tensor '%s': type %s is not supported here", path,
                            name_printable(printable, t->name, strlen(t->name)), sits_dtype_info(t->dtype)->name);
+  if (bad_form(t))
+    return sits_fail_param(b->err, SITS_UNSUPPORTED, t->name, "%s: tensor '%s': %s", path,
+                           name_printable(printable, t->name, strlen(t->name)), bad_form(t));
   if (is_vector ? t->n_dims == 1 && t->dims[0] == rows : t->n_dims == 2 && t->dims[0] == rows && t->dims[1] == columns) return SITS_OK;
   if (is_vector) snprintf(want, sizeof want, "[%lld]", (long long)rows);
   else snprintf(want, sizeof want, "[%lld][%lld]", (long long)rows, (long long)columns);

@@ -71,6 +71,7 @@ static enum sits_status read_site(struct model *m, const json_t *row, int32_t *a
   if (format->kind != ACT_BACKEND) return bad_site(m, number, name, "given twice", err);
   if (!find_kind(json_string_value(json_object_get(row, "act")), &kind)) return bad_site(m, number, name, "unknown kind of activation",
                                                                                          err);
+  if (list && !json_is_array(list)) return bad_site(m, number, name, "outliers are no list of ascending channels", err);
   if (json_array_size(list) && kind != ACT_INT4) return bad_site(m, number, name, "outliers without 4-bit activations", err);
   for (size_t i = 0; i < json_array_size(list); i++) {
     const json_t *channel = json_array_get(list, i);
@@ -90,9 +91,13 @@ static enum sits_status read_site(struct model *m, const json_t *row, int32_t *a
 enum sits_status model_read_engine(struct model *m, struct sits_error *err)
 {
   const json_t *meta = source_engine_meta(m->source), *sites = json_object_get(meta, "sites"), *row;
+  const json_t *kv_cache = json_object_get(meta, "kv_cache");
+  const char *path = name_path_tail(source_path(m->source));
   size_t index;
   if (!meta) return SITS_OK;
-  m->kv_codec = json_string_value(json_object_get(meta, "kv_cache"));
+  if (sites && !json_is_array(sites)) return sits_fail_param(err, SITS_FORMAT, "sites", "%s: 'sites' is no list", path);
+  if (kv_cache && !json_is_string(kv_cache)) return sits_fail_param(err, SITS_FORMAT, "kv_cache", "%s: 'kv_cache' is no text", path);
+  m->kv_codec = json_string_value(kv_cache);
   m->outliers = mem_calloc(count_outliers(sites) + 1, sizeof *m->outliers);
   if (!m->outliers) return sits_fail(err, SITS_NOMEM, "out of memory for the model's sites");
   int32_t *at = m->outliers;

@@ -136,7 +136,7 @@ static enum sits_status read_scaling(struct reader *r, struct model_config *c)
                            name_printable(printable, type.data, type.size));
   }
   enum sits_status status = read_real(r, "rope.scale_linear", 0, &old_linear);
-  if (!status) status = read_real(r, "rope.scaling.factor", old_linear > 0 ? old_linear : 1, &c->rope_factor);
+  if (!status) status = read_real(r, "rope.scaling.factor", old_linear > 0 ? old_linear : 0, &c->rope_factor);
   if (!status) status = read_int(r, "rope.scaling.original_context_length", c->max_context, &c->rope_original_context);
   if (!status) status = read_real(r, "rope.scaling.attn_factor", 1, &attn_factor);
   if (!status) status = read_real(r, "rope.scaling.yarn_beta_fast", 32, &c->yarn_beta_fast);
@@ -144,8 +144,12 @@ static enum sits_status read_scaling(struct reader *r, struct model_config *c)
   if (!status) status = read_real(r, "rope.scaling.yarn_ext_factor", 1, &extrapolation);
   if (!status && extrapolation != 1 && extrapolation != -1) /* -1: as if absent */
     status = sits_fail_param(r->err, SITS_UNSUPPORTED, r->key, "%s: key '%s' other than 1 is not supported", r->path, r->key);
+  if (!status && attn_factor != 1 && c->rope_scaling != ROPE_SCALING_YARN)
+    status = sits_fail_param(r->err, SITS_UNSUPPORTED, full_key(r, "rope.scaling.attn_factor"), "%s: key '%s' other than 1 goes with yarn",
+                             r->path, r->key);
   if (status) return status;
-  if (!has_type && old_linear > 0 && old_linear != 1) c->rope_scaling = ROPE_SCALING_LINEAR;
+  if (c->rope_factor == 0) c->rope_factor = 1; /* as if absent */
+  if (!has_type && c->rope_factor != 1) c->rope_scaling = ROPE_SCALING_LINEAR;
   if (c->rope_scaling == ROPE_SCALING_YARN) c->yarn_attn_factor = attn_factor * model_yarn_magnitude(c->rope_factor, 1);
   return SITS_OK;
 }

@@ -46,8 +46,10 @@ static int teardown(void **state)
   return 0;
 }
 
-/* An engine file of the tiny model with that meta; `blob`: name of the metadata blob. */
-static void write_engine(const char *meta_text, const char *blob)
+typedef void change_fn(struct sits_utd *utd);
+
+/* An engine file of the tiny model with that meta; `blob`: name of the metadata blob; change: of its tensors, or NULL. */
+static void write_changed(const char *meta_text, const char *blob, change_fn *change)
 {
   struct model *model = NULL;
   struct engine_writer *writer = NULL;
@@ -58,8 +60,11 @@ static void write_engine(const char *meta_text, const char *blob)
   struct buf image;
   if (model_open(gguf_path, &model, &err)) fail_msg("%s", err.text);
   assert_int_equal(engine_writer_create(&writer), SITS_OK);
-  for (int64_t i = 0; i < source_n_tensors(model->source); i++)
-    assert_int_equal(engine_writer_add_tensor(writer, source_tensor_at(model->source, i)), SITS_OK);
+  for (int64_t i = 0; i < source_n_tensors(model->source); i++) {
+    struct sits_utd utd = *source_tensor_at(model->source, i);
+    if (change) change(&utd);
+    assert_int_equal(engine_writer_add_tensor(writer, &utd), SITS_OK);
+  }
   const unsigned char *bytes = gguf_metadata(source_gguf(model->source), &n_bytes, &n_values, &version);
   buf_init(&image, 1 << 20);
   put_header(&image, version, 0, n_values);
@@ -73,6 +78,8 @@ static void write_engine(const char *meta_text, const char *blob)
   buf_fini(&image);
   model_close(model);
 }
+
+static void write_engine(const char *meta_text, const char *blob) { write_changed(meta_text, blob, NULL); }
 
 static void sites_are_read(void **state)
 {
@@ -132,6 +139,10 @@ static void meta_that_does_not_fit_is_refused(void **state)
        "power of two"},
       {"{\"origin\": \"gguf\", \"sites\": [{\"layer\": 0, \"site\": \"qkv\", \"act\": \"int8\", \"rotation\": 4096}]}", "metadata.gguf",
        "power of two"},
+      {"{\"origin\": \"gguf\", \"sites\": {\"layer\": 0, \"site\": \"qkv\", \"act\": \"int8\"}}", "metadata.gguf", "'sites' is no list"},
+      {"{\"origin\": \"gguf\", \"sites\": [{\"layer\": 0, \"site\": \"qkv\", \"act\": \"int4\", \"outliers\": {\"0\": 1}}]}",
+       "metadata.gguf", "ascending"},
+      {"{\"origin\": \"gguf\", \"kv_cache\": 8}", "metadata.gguf", "'kv_cache' is no text"},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     struct model *m = NULL;
@@ -141,6 +152,54 @@ static void meta_that_does_not_fit_is_refused(void **state)
     assert_int_equal(model_open(bin_path, &m, &err), SITS_FORMAT);
     if (!strstr(err.text, cases[i].text)) fail_msg("case %zu: '%s' lacks '%s'", i, err.text, cases[i].text);
     assert_int_equal(mem_live_blocks(), blocks);
+  }
+}
+
+static void pack_norm(struct sits_utd *u)
+{
+  if (strcmp(u->name, "output_norm.weight") != 0) return;
+  u->layout = SITS_LAYOUT_PACKED_TILE;
+  u->tile_name = "mma";
+  u->n_bytes = 0;
+}
+
+/* The bytes do not matter here: as many as the file's floats have, at least. */
+static void make_integers(struct sits_utd *u, int32_t axis, int32_t group, enum sits_dtype scale_dtype)
+{
+  if (strcmp(u->name, "token_embd.weight") != 0) return;
+  u->dtype = SITS_DTYPE_I8;
+  u->n_bytes = (size_t)sits_utd_row_major_bytes(u);
+  u->quant = SITS_QUANT_GROUP;
+  u->group_axis = axis;
+  u->group_size = group;
+  u->scale_dtype = scale_dtype;
+  u->scales = u->data;
+}
+
+static void as_compiled(struct sits_utd *u) { make_integers(u, 1, 32, SITS_DTYPE_F16); }
+static void group_rows(struct sits_utd *u) { make_integers(u, 0, 8, SITS_DTYPE_F16); }
+static void group_unevenly(struct sits_utd *u) { make_integers(u, 1, 48, SITS_DTYPE_F16); }
+static void narrow_scales(struct sits_utd *u) { make_integers(u, 1, 32, SITS_DTYPE_I8); }
+
+/* What the format can describe and nothing here reads: a vector in tiles would be read past its end, scales of bytes as well. */
+static void forms_that_nothing_reads_are_refused(void **state)
+{
+  (void)state;
+  static const struct { change_fn *change; const char *tensor, *text; } cases[] = {
+      {as_compiled, NULL, NULL},
+      {pack_norm, "output_norm.weight", "packed in tiles"},
+      {group_rows, "token_embd.weight", "along its rows"},
+      {group_unevenly, "token_embd.weight", "along its rows"},
+      {narrow_scales, "token_embd.weight", "f16 or f32"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    struct model *m = NULL;
+    struct sits_error err = {0};
+    write_changed("{\"origin\": \"gguf\"}", "metadata.gguf", cases[i].change);
+    const enum sits_status status = model_open(bin_path, &m, &err);
+    assert_int_equal(status, cases[i].text ? SITS_UNSUPPORTED : SITS_OK);
+    if (!status) model_close(m);
+    else if (!strstr(err.text, cases[i].text) || strcmp(err.param, cases[i].tensor) != 0) fail_msg("case %zu: '%s'", i, err.text);
   }
 }
 
@@ -170,6 +229,7 @@ static void allocation_failures(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {cmocka_unit_test(sites_are_read), cmocka_unit_test(meta_that_does_not_fit_is_refused),
+                                     cmocka_unit_test(forms_that_nothing_reads_are_refused),
                                      cmocka_unit_test(allocation_failures)};
   return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -299,6 +299,30 @@ static void gguf_rope(void **state)
   buf_fini(&keys);
 }
 
+/* As llama.cpp reads them: a factor without a type is linear, 0 none, and the older key counts where the newer one is absent. */
+static void gguf_factor_without_type(void **state)
+{
+  static const struct { const char *key; float value, first; } cases[] = {
+      {"llama.rope.scaling.factor", 4, 0.25F}, {"llama.rope.scaling.factor", 1, 1}, {"llama.rope.scaling.factor", 0, 1},
+      {"llama.rope.scale_linear", 2, 0.5F},    {"llama.rope.scale_linear", 0, 1}};
+  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    struct buf keys;
+    buf_init(&keys, 1 << 16);
+    uint64_t n = put_base_keys(&keys, "llama", NULL);
+    put_key_f32(&keys, cases[i].key, cases[i].value);
+    assert_true(tiny_write_gguf(gguf_path, &keys, n + 1, &unchanged, false, false, false));
+    struct model *m = open_ok(gguf_path);
+    if (m->rope_inv_freq[0] != cases[i].first) fail_msg("case %zu: %g", i, (double)m->rope_inv_freq[0]);
+    model_close(m);
+    buf_clear(&keys);
+    n = put_base_keys(&keys, "llama", NULL);
+    put_key_f32(&keys, "llama.rope.scaling.attn_factor", 1.25F);
+    assert_true(tiny_write_gguf(gguf_path, &keys, n + 1, &unchanged, false, false, false));
+    refuse(gguf_path, SITS_UNSUPPORTED, "'llama.rope.scaling.attn_factor' other than 1 goes with yarn");
+    buf_fini(&keys);
+  }
+}
+
 static void gguf_refusals(void **state)
 {
   static const struct { const char *key; uint32_t value; enum sits_status status; const char *text; } cases[] = {
@@ -429,6 +453,7 @@ int main(void)
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(hf_llama), cmocka_unit_test(hf_mistral), cmocka_unit_test(hf_qwen), cmocka_unit_test(hf_refusals),
       cmocka_unit_test(rope_scalings), cmocka_unit_test(gguf_families), cmocka_unit_test(gguf_rope), cmocka_unit_test(gguf_refusals),
+      cmocka_unit_test(gguf_factor_without_type),
       cmocka_unit_test(allocation_failures_are_clean), cmocka_unit_test(shared_models)};
   return cmocka_run_group_tests(tests, make_root, remove_root);
 }
