@@ -80,8 +80,8 @@ static bool parse_number(const char *text, enum option_kind kind, double *out)
 
 static bool is_choice(const char *choices, const char *text)
 {
-  size_t n = strlen(text);
-  for (const char *at = choices; n && at; at = strchr(at, '|')) {
+  size_t n = strcspn(text, "|"); /* several at once are none */
+  for (const char *at = choices; n && !text[n] && at; at = strchr(at, '|')) {
     if (*at == '|') at++;
     if (strncmp(at, text, n) == 0 && (at[n] == '|' || !at[n])) return true;
   }

@@ -85,7 +85,10 @@ static enum sits_status read_document(struct reader *reader, struct sits_error *
     if (status) return status;
     switch (event.type) {
     case YAML_STREAM_END_EVENT: done = true; break;
-    case YAML_MAPPING_START_EVENT: in_mapping = true; break;
+    case YAML_MAPPING_START_EVENT:
+      if (in_mapping) status = read_pair(reader, &event, err); /* where a name belongs: refused */
+      in_mapping = true;
+      break;
     case YAML_MAPPING_END_EVENT: in_mapping = false; break;
     case YAML_STREAM_START_EVENT: case YAML_DOCUMENT_END_EVENT: break;
     case YAML_DOCUMENT_START_EVENT:

@@ -252,6 +252,9 @@ static enum sits_status check_together(struct options *options, enum options_act
     return sits_fail_param(err, SITS_CONFIG, "audit-key-file", "audit-key-file needs audit-log");
   const char *of_nodes = named_of_nodes(options);
   if (!options->multi_node && of_nodes) return sits_fail_param(err, SITS_CONFIG, of_nodes, "%s needs multi-node", of_nodes);
+  if (!options->enable_chunked_prefill && strcmp(options->policy, "alps") && strcmp(options->policy, "continuous"))
+    return sits_fail_param(err, SITS_CONFIG, "enable-chunked-prefill", "enable-chunked-prefill: off is the policy continuous, not %s",
+                           options->policy);
   if (options->max_num_batched_tokens > 0 && options->max_num_batched_tokens < options->max_num_seqs)
     return sits_fail_param(err, SITS_CONFIG, "max-num-batched-tokens", "max-num-batched-tokens (%lld) must be at least max-num-seqs (%lld)",
                            (long long)options->max_num_batched_tokens, (long long)options->max_num_seqs);

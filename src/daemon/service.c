@@ -76,6 +76,9 @@ static enum sits_status choose_names(struct service *service, struct sits_error 
   if (!service->model_name) return sits_fail(err, SITS_NOMEM, "no memory for the model's name");
   char *at = service->model_name, *part;
   while ((part = strsep(&at, given ? "," : ""))) {
+    size_t n = strlen(part);
+    for (; given && n && part[n - 1] == ' '; n--) part[n - 1] = '\0';
+    if (given) part += strspn(part, " ");
     if (!*part) continue;
     if (model->n_names == API_MAX_MODEL_NAMES)
       return sits_fail_param(err, SITS_CONFIG, "served-model-name", "served-model-name has over %d names", API_MAX_MODEL_NAMES);

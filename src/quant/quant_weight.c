@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "base/parallel.h"
 #include "quant/quant_gptq.h"
 #include "tensor/dequant.h"
 
@@ -15,11 +16,18 @@
 
 static float half_round(float v) { return half_to_float(float_to_half(v)); }
 
+/* Of a value that is clamped to the grid, so small: 1.5 x 2^23 added and taken off, ties to even, which compilers turn into vectors. */
+static inline float round_to_grid(const struct quant_grid *grid, float value)
+{
+  const float q = (value - grid->minimum) / grid->scale, lowest = (float)grid->lowest, highest = (float)grid->highest;
+  const float clamped = q < lowest ? lowest : q > highest ? highest : q;
+  return (clamped + 0x1.8p23F) - 0x1.8p23F;
+}
+
 int32_t quant_round(const struct quant_grid *grid, float value)
 {
   if (!(grid->scale > 0)) return 0 < grid->lowest ? grid->lowest : 0;
-  const float q = rintf((value - grid->minimum) / grid->scale);
-  return q < (float)grid->lowest ? grid->lowest : q > (float)grid->highest ? grid->highest : (int32_t)q;
+  return (int32_t)round_to_grid(grid, value);
 }
 
 /* I4: q is u, 0..15, with minimums, else u - 8, -8..7. I8: -128..127 with minimums (offset into the minimum), else -127..127. */
@@ -42,12 +50,20 @@ static struct quant_grid make_grid(float lo, float hi, int bits, bool has_minimu
 
 static double grid_error(const struct quant_grid *grid, const float *x, const float *weight, int64_t n)
 {
-  double sum = 0;
-  for (int64_t i = 0; i < n; i++) {
-    const float e = quant_value(grid, quant_round(grid, x[i])) - x[i];
-    sum += (double)(e * e) * (weight ? (double)weight[i] : 1.0);
+  enum { LANES = 8 };
+  double sums[LANES] = {0};
+  const float zero = quant_value(grid, quant_round(grid, 0));
+  for (int64_t i = 0; i + LANES <= n; i += LANES) {
+    float e[LANES];
+    for (int k = 0; k < LANES; k++)
+      e[k] = (grid->scale > 0 ? grid->scale * round_to_grid(grid, x[i + k]) + grid->minimum : zero) - x[i + k];
+    for (int k = 0; k < LANES; k++) sums[k] += (double)(e[k] * e[k]) * (weight ? (double)weight[i + k] : 1.0);
   }
-  return sum;
+  for (int64_t i = n / LANES * LANES; i < n; i++) {
+    const float e = quant_value(grid, quant_round(grid, x[i])) - x[i];
+    sums[0] += (double)(e * e) * (weight ? (double)weight[i] : 1.0);
+  }
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
 static void range_of(const float *x, int64_t n, float *lo, float *hi)
@@ -257,11 +273,6 @@ static void keep_bytes(const struct sits_utd *source, struct quant_tensor *out)
   out->utd = *source;
 }
 
-static enum sits_status bad_value(const struct sits_utd *source, const char *what, struct sits_error *err)
-{
-  return sits_fail_param(err, SITS_FORMAT, source->name, "tensor '%s': %s", source->name, what);
-}
-
 /* A row of the matrix that is to be rounded. */
 static void load_row(const struct sits_utd *source, const struct quant_spec *spec, int64_t r, float *row)
 {
@@ -271,28 +282,98 @@ static void load_row(const struct sits_utd *source, const struct quant_spec *spe
   for (int64_t i = 0; i < source->dims[1]; i++) row[i] *= factor * (spec->column_scale ? spec->column_scale[i] : 1.0F);
 }
 
-static enum sits_status convert_float(const struct sits_utd *source, const struct quant_spec *spec, float *row, struct quant_tensor *out,
-                                      struct sits_error *err)
+/* ---- rows, dealt to threads ---- */
+
+enum row_fault { ROW_FINE, ROW_NOT_FINITE, ROW_NO_F16, ROW_NO_SCALE };
+
+static const char *const fault_texts[] = {[ROW_NOT_FINITE] = "a value is not finite", [ROW_NO_F16] = "a value does not fit 16-bit floats",
+                                          [ROW_NO_SCALE] = "a scale does not fit 16-bit floats"};
+
+struct row_result { double norm, error, bound; enum row_fault fault; }; /* squares of Frobenius norms */
+
+struct workspace { float *row, *kept; int32_t *q; struct quant_grid *grids; }; /* of a thread: [K] [K] [K] [groups] */
+
+struct conversion {
+  const struct sits_utd *source;
+  const struct quant_spec *spec;
+  const struct quant_hessian *hessian;
+  struct quant_tensor *out;
+  int64_t group;                     /* of integers */
+  struct quant_rule rule;            /* all but the row's scale */
+  enum row_fault (*convert)(const struct conversion *c, int64_t r, const struct workspace *w, struct row_result *result);
+  struct row_result *results;        /* [rows] */
+  struct workspace *workspaces;      /* [threads] */
+};
+
+static void convert_range(void *context, int32_t worker, int64_t first, int64_t last)
 {
-  double error = 0;
-  if (!allocate(out, source, SITS_DTYPE_F16, 0, false)) return no_memory(source->name, err);
-  const int64_t n = source->dims[1];
-  uint16_t *to = out->data;
-  for (int64_t r = 0; r < source->dims[0]; r++, to += n) {
-    load_row(source, spec, r, row);
-    out->norm += sum_squares(row, n);
-    for (int64_t i = 0; i < n; i++) {
-      to[i] = float_to_half(row[i]);
-      const float back = half_to_float(to[i]);
-      if (!isfinite(back)) return bad_value(source, isfinite(row[i]) ? "a value does not fit 16-bit floats" : "a value is not finite", err);
-      error += (double)(back - row[i]) * (double)(back - row[i]);
-    }
+  const struct conversion *c = context;
+  for (int64_t r = first; r < last; r++) c->results[r].fault = c->convert(c, r, &c->workspaces[worker], &c->results[r]);
+}
+
+/* Norms and the first fault in the order of rows, whoever converted them. */
+static enum sits_status sum_rows(const struct conversion *c, struct sits_error *err)
+{
+  struct row_result sum = {0};
+  for (int64_t r = 0; r < c->source->dims[0]; r++) {
+    const struct row_result *row = &c->results[r];
+    if (row->fault)
+      return sits_fail_param(err, SITS_FORMAT, c->source->name, "tensor '%s': %s", c->source->name, fault_texts[row->fault]);
+    sum.norm += row->norm, sum.error += row->error, sum.bound += row->bound;
   }
-  out->error = sqrt(error);
-  out->norm = sqrt(out->norm);
-  out->bound = out->norm * 0x1p-11; /* relative rounding error of f16 */
-  out->is_kept = error == 0;
+  c->out->norm = sqrt(sum.norm), c->out->error = sqrt(sum.error), c->out->bound = sqrt(sum.bound);
   return SITS_OK;
+}
+
+static enum sits_status convert_rows(struct conversion *c, struct sits_error *err)
+{
+  enum { RUN = 16 };
+  const size_t n = (size_t)c->source->dims[1], n_groups = n / (size_t)c->group, rows = (size_t)c->source->dims[0];
+  const size_t bytes = n * (2 * sizeof(float) + sizeof(int32_t)) + n_groups * sizeof(struct quant_grid);
+  const int32_t n_threads = c->spec->n_threads > 1 ? c->spec->n_threads : 1;
+  char *work = mem_calloc((size_t)n_threads, bytes);
+  c->results = mem_calloc(rows ? rows : 1, sizeof *c->results);
+  c->workspaces = mem_calloc((size_t)n_threads, sizeof *c->workspaces);
+  enum sits_status status = work && c->results && c->workspaces ? SITS_OK : no_memory(c->source->name, err);
+  for (int32_t i = 0; i < n_threads && !status; i++) {
+    struct workspace *w = &c->workspaces[i];
+    w->row = (float *)(work + (size_t)i * bytes);
+    w->kept = w->row + n;
+    w->q = (int32_t *)(w->kept + n);
+    w->grids = (struct quant_grid *)(w->q + n);
+  }
+  if (!status) parallel_for(n_threads, (int64_t)rows, RUN, convert_range, c);
+  if (!status) status = sum_rows(c, err);
+  mem_free(work);
+  mem_free(c->results);
+  mem_free(c->workspaces);
+  return status;
+}
+
+static enum row_fault float_row(const struct conversion *c, int64_t r, const struct workspace *w, struct row_result *result)
+{
+  const int64_t n = c->source->dims[1];
+  uint16_t *to = (uint16_t *)c->out->data + r * n;
+  load_row(c->source, c->spec, r, w->row);
+  result->norm = sum_squares(w->row, n);
+  for (int64_t i = 0; i < n; i++) {
+    to[i] = float_to_half(w->row[i]);
+    const float back = half_to_float(to[i]);
+    if (!isfinite(back)) return isfinite(w->row[i]) ? ROW_NO_F16 : ROW_NOT_FINITE;
+    result->error += (double)(back - w->row[i]) * (double)(back - w->row[i]);
+  }
+  return ROW_FINE;
+}
+
+static enum sits_status convert_float(struct conversion *c, struct sits_error *err)
+{
+  struct quant_tensor *out = c->out;
+  if (!allocate(out, c->source, SITS_DTYPE_F16, 0, false)) return no_memory(c->source->name, err);
+  c->convert = float_row;
+  const enum sits_status status = convert_rows(c, err);
+  out->bound = out->norm * 0x1p-11; /* relative rounding error of f16 */
+  out->is_kept = out->error == 0;
+  return status;
 }
 
 static bool store_grid(struct quant_tensor *out, int64_t index, const struct quant_grid *grid)
@@ -302,53 +383,52 @@ static bool store_grid(struct quant_tensor *out, int64_t index, const struct qua
   return isfinite(grid->scale) && isfinite(grid->minimum);
 }
 
-/* Rows to nearest, or with the error of each column pushed into those that follow (GPTQ). work: [K] f32. */
-static enum sits_status convert_integer(const struct sits_utd *source, const struct quant_spec *spec, const struct quant_hessian *hessian,
-                                        float *row, struct quant_tensor *out, struct sits_error *err)
+/* Integers and grids of a row, to nearest, or with the error of each column pushed into those that follow (GPTQ); w->row is used up. */
+static void round_row(const struct conversion *c, const struct workspace *w)
 {
-  const int64_t n = source->dims[1], group = spec->group ? spec->group : n, n_groups = n / group;
-  struct quant_rule rule = {.bits = spec->dtype == SITS_DTYPE_I4 ? 4 : 8, .has_minimum = spec->has_minimum, .clip = spec->clip,
-                            .scales = spec->scales};
-  if (!allocate(out, source, spec->dtype, spec->group, spec->has_minimum)) return no_memory(source->name, err);
-  int32_t *q = mem_calloc((size_t)n, sizeof *q);
-  struct quant_grid *grids = mem_calloc((size_t)n_groups, sizeof *grids);
-  float *kept = mem_calloc((size_t)n, sizeof *kept);
-  double error = 0, bound = 0;
-  bool is_finite = true;
-  enum sits_status status = q && grids && kept ? SITS_OK : no_memory(source->name, err);
-  for (int64_t r = 0; r < source->dims[0] && !status; r++) {
-    load_row(source, spec, r, row);
-    for (int64_t i = 0; i < n; i++) is_finite = is_finite && isfinite(row[i]);
-    if (!is_finite) status = bad_value(source, "a value is not finite", err);
-    if (status) break;
-    out->norm += sum_squares(row, n);
-    memcpy(kept, row, (size_t)n * sizeof *kept);
-    rule.channel = quant_channel(row, hessian ? hessian->diagonal : NULL, n, group, &rule);
-    if (hessian) {
-      quant_gptq_row(hessian, row, group, &rule, grids, q);
-    } else {
-      for (int64_t g = 0; g < n_groups; g++) {
-        grids[g] = quant_fit(row + g * group, NULL, group, &rule);
-        for (int64_t i = g * group; i < (g + 1) * group; i++) q[i] = quant_round(&grids[g], row[i]);
-      }
-    }
-    for (int64_t g = 0; g < n_groups; g++) {
-      if (!store_grid(out, r * n_groups + g, &grids[g])) status = bad_value(source, "a scale does not fit 16-bit floats", err);
-      bound += (double)group * (double)grids[g].scale * (double)grids[g].scale / 12;
-    }
-    for (int64_t i = 0; i < n; i++) {
-      const double e = (double)quant_value(&grids[i / group], q[i]) - (double)kept[i];
-      error += e * e;
-      store(out, r, i, q[i]);
-    }
+  const int64_t n = c->source->dims[1], group = c->group;
+  struct quant_rule rule = c->rule;
+  rule.channel = quant_channel(w->row, c->hessian ? c->hessian->diagonal : NULL, n, group, &rule);
+  if (c->hessian) {
+    quant_gptq_row(c->hessian, w->row, group, &rule, w->grids, w->q);
+    return;
   }
-  out->error = sqrt(error);
-  out->bound = sqrt(bound);
-  out->norm = sqrt(out->norm);
-  mem_free(q);
-  mem_free(grids);
-  mem_free(kept);
-  return status;
+  for (int64_t g = 0; g < n / group; g++) {
+    w->grids[g] = quant_fit(w->row + g * group, NULL, group, &rule);
+    for (int64_t i = g * group; i < (g + 1) * group; i++) w->q[i] = quant_round(&w->grids[g], w->row[i]);
+  }
+}
+
+static enum row_fault integer_row(const struct conversion *c, int64_t r, const struct workspace *w, struct row_result *result)
+{
+  const int64_t n = c->source->dims[1], group = c->group, n_groups = n / group;
+  bool is_finite = true, fits = true;
+  load_row(c->source, c->spec, r, w->row);
+  for (int64_t i = 0; i < n; i++) is_finite = is_finite && isfinite(w->row[i]);
+  if (!is_finite) return ROW_NOT_FINITE;
+  result->norm = sum_squares(w->row, n);
+  memcpy(w->kept, w->row, (size_t)n * sizeof *w->kept);
+  round_row(c, w);
+  for (int64_t g = 0; g < n_groups; g++) {
+    fits = store_grid(c->out, r * n_groups + g, &w->grids[g]) && fits;
+    result->bound += (double)group * (double)w->grids[g].scale * (double)w->grids[g].scale / 12;
+  }
+  for (int64_t i = 0; i < n; i++) {
+    const double e = (double)quant_value(&w->grids[i / group], w->q[i]) - (double)w->kept[i];
+    result->error += e * e;
+    store(c->out, r, i, w->q[i]);
+  }
+  return fits ? ROW_FINE : ROW_NO_SCALE;
+}
+
+static enum sits_status convert_integer(struct conversion *c, struct sits_error *err)
+{
+  const struct quant_spec *spec = c->spec;
+  c->rule = (struct quant_rule){.bits = spec->dtype == SITS_DTYPE_I4 ? 4 : 8, .has_minimum = spec->has_minimum, .clip = spec->clip,
+                                .scales = spec->scales};
+  if (!allocate(c->out, c->source, spec->dtype, spec->group, spec->has_minimum)) return no_memory(c->source->name, err);
+  c->convert = integer_row;
+  return convert_rows(c, err);
 }
 
 /* Does the source hold integers that are as good as the wanted ones already? */
@@ -365,15 +445,18 @@ bool quant_keeps(const struct sits_utd *source, const struct quant_spec *spec)
   return spec->dtype == SITS_DTYPE_F16 || source->dims[1] % BLOCK != 0 || is_on_grid(source->dtype, spec);
 }
 
-static enum sits_status take_norm(const struct sits_utd *source, float *row, struct quant_tensor *out)
+static enum row_fault norm_row(const struct conversion *c, int64_t r, const struct workspace *w, struct row_result *result)
 {
-  for (int64_t r = 0; r < source->dims[0]; r++) {
-    dequant_tensor_row(source, r, row);
-    out->norm += sum_squares(row, source->dims[1]);
-  }
-  out->norm = sqrt(out->norm);
-  out->is_kept = true;
-  return SITS_OK;
+  dequant_tensor_row(c->source, r, w->row);
+  result->norm = sum_squares(w->row, c->source->dims[1]);
+  return ROW_FINE;
+}
+
+static enum sits_status take_norm(struct conversion *c, struct sits_error *err)
+{
+  c->convert = norm_row;
+  c->out->is_kept = true;
+  return convert_rows(c, err);
 }
 
 enum sits_status quant_convert(const struct sits_utd *source, const struct quant_spec *spec, const struct quant_hessian *hessian,
@@ -381,25 +464,24 @@ enum sits_status quant_convert(const struct sits_utd *source, const struct quant
 {
   struct quant_spec fitting = *spec;
   const bool is_half = (source->dtype == SITS_DTYPE_F16 || source->dtype == SITS_DTYPE_BF16) && !spec->column_scale && !spec->row_scale;
-  enum sits_status status;
+  enum sits_status status = SITS_OK;
   *out = (struct quant_tensor){0};
-  float *row = mem_calloc((size_t)source->dims[1], sizeof *row);
-  if (!row) return no_memory(source->name, err);
   while (fitting.group > BLOCK && source->dims[1] % fitting.group != 0) fitting.group /= 2;
   if (source->dims[1] % BLOCK != 0) fitting.dtype = SITS_DTYPE_F16;
+  struct conversion c = {.source = source, .spec = &fitting, .hessian = hessian, .out = out,
+                         .group = fitting.group ? fitting.group : source->dims[1]};
   if (fitting.dtype == SITS_DTYPE_F16 && is_half) {
     keep_bytes(source, out);
-    status = take_norm(source, row, out);
+    status = take_norm(&c, err);
   } else if (fitting.dtype == SITS_DTYPE_F16) {
-    status = convert_float(source, &fitting, row, out, err);
+    status = convert_float(&c, err);
   } else if (is_on_grid(source->dtype, &fitting)) {
     if (source->dtype == SITS_DTYPE_Q4_K) keep_bytes(source, out);
-    status = source->dtype == SITS_DTYPE_Q4_K ? SITS_OK : keep_grid(source, fitting.dtype, out, err);
-    if (!status) status = take_norm(source, row, out);
+    else status = keep_grid(source, fitting.dtype, out, err);
+    if (!status) status = take_norm(&c, err);
   } else {
-    status = convert_integer(source, &fitting, hessian, row, out, err);
+    status = convert_integer(&c, err);
   }
-  mem_free(row);
   if (status) quant_tensor_fini(out);
   return status;
 }

@@ -5,7 +5,8 @@
  * range of least squared error, or by GPTQ.
  * Theory of the report: a value rounded to a grid of step D has a squared error of D^2 / 12 on average, a matrix of m x n therefore a
  * Frobenius error of (D / sqrt(12)) sqrt(mn); with steps that differ by group, sqrt(sum of D^2 / 12 over all values).
- * No threads, no globals: different tensors may be rounded by different threads. */
+ * Rows are dealt to spec.n_threads threads; what comes out does not depend on their number. No globals: different tensors may be rounded by
+ * different threads. */
 #ifndef SITS_QUANT_QUANT_WEIGHT_H
 #define SITS_QUANT_QUANT_WEIGHT_H
 
@@ -24,6 +25,7 @@ struct quant_spec {
   int32_t group;                     /* 0: per channel */
   bool has_minimum, keep_grid, clip;
   enum quant_scales scales;          /* of matrices that are rounded anew; not F16: I4 in groups only */
+  int32_t n_threads;                 /* that rows are dealt to; 0: the caller's alone */
   const float *column_scale, *row_scale; /* [K] [rows] the source's values are multiplied by them first; NULL: by 1 */
 };
 

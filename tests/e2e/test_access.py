@@ -50,7 +50,7 @@ def metadata(name):
 def server(tmp_path_factory):
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     write(path, list(ENTRIES.values()))
-    server = start_both(tmp_path_factory, TINY, "--api-key-file", path, "--log-level", "debug", "--served-model-name", "tiny,other")
+    server = start_both(tmp_path_factory, TINY, "--api-key-file", path, "--log-level", "debug", "--served-model-name", "tiny, other")
     server.keys = path
     yield server
     assert server.stop() == 0

@@ -112,7 +112,7 @@ def check_tree(spans, root):
 
 
 def test_ids_join_client_server_and_stages(tmp_path_factory, collector):
-    server = start_both(tmp_path_factory, TINY, "--otlp-endpoint", collector.url, "--otlp-headers", "x-team=blue,authorization=Bearer abc")
+    server = start_both(tmp_path_factory, TINY, "--otlp-endpoint", collector.url, "--otlp-headers", "x-team=blue, authorization=Bearer abc")
     body = {"prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True, "temperature": 0.5}
     assert server.post("/v1/completions", body, {"traceparent": PARENT, "tracestate": "vendor=1"})[0] == 200
     assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "stream": True,

@@ -208,6 +208,7 @@ static enum sits_status make_headers(struct trace *trace, const char *text, stru
 {
   bool ok = add_header(trace, "Content-Type: application/json") && add_header(trace, "Expect:");
   while (ok && text && *text) {
+    text += strspn(text, " "); /* a line that begins with a blank would continue the header before it */
     size_t n = strcspn(text, ","), n_name = strcspn(text, "=");
     struct buf line;
     if (!n_name || n_name >= n || memchr(text, '\n', n) || memchr(text, '\r', n))

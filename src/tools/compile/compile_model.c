@@ -7,6 +7,7 @@
 
 #include "backend/backend.h"
 #include "base/clock.h"
+#include "base/cores.h"
 #include "base/hash.h"
 #include "base/mem.h"
 #include "base/outfile.h"
@@ -224,6 +225,7 @@ static enum sits_status make_matrix(struct compilation *c, struct compile_matrix
   float *row_scale = c->scales.column ? compile_row_scale(c->model, &c->scales, m->source, &has_failed) : NULL;
   if (has_failed) return sits_fail(err, SITS_NOMEM, "out of memory");
   spec.row_scale = row_scale;
+  spec.n_threads = c->options->threads > 0 ? (int32_t)c->options->threads : cores_usable();
   spec.column_scale = c->scales.column && m->site >= 0 ? c->scales.column[m->site] : NULL;
   enum sits_status status = quant_convert(m->source, &spec, hessian, &m->made, err);
   if (!status) {

@@ -27,7 +27,7 @@ static const struct option_spec specs[] = {
     INT("calibration-ctx", calibration_ctx, "2048", 8, 1 << 20, "tokens", "Tokens of a window; at most the model's context."),
     {"hessian-memory", OPTION_BYTES, AT(hessian_memory), "2G", 1 << 20, 1e13, "bytes", 0, NULL, "Options",
      "Memory for gptq's Hessians; where they need more, the text runs several times."},
-    INT("threads", threads, "0", 0, 1024, "threads", "Worker threads while calibrating. 0: one per core."),
+    INT("threads", threads, "0", 0, 1024, "threads", "Worker threads. 0: one per core."),
     STR("report", report, "JSON file for the errors of every matrix beside those that theory expects."),
     STR("work", work, "Folder that keeps finished matrices, so that a run that was cut goes on where it stopped."),
     STR("inspect", inspect, "Print the header and tensors of an engine file, check its checksums, and stop."),

@@ -96,11 +96,13 @@ static void test_yaml_refusals(void **state)
   refuse_yaml("port: 1.5\n", ":1: port takes an integer");
   refuse_yaml("device: tpu\n", ":1: device takes one of auto|cpu|cuda, not 'tpu'");
   refuse_yaml("device: cp\n", ":1: device takes one of");
+  refuse_yaml("device: auto|cpu\n", ":1: device takes one of auto|cpu|cuda, not 'auto|cpu'");
   refuse_yaml("enable-prefix-caching: maybe\n", ":1: enable-prefix-caching takes true or false");
   refuse_yaml("port: 1\nport: 2\n", ":2: 'port' is given twice");
   refuse_yaml("port: [1]\n", ":1: expected the value of an option");
   refuse_yaml("- port\n", ":1: expected 'option: value' lines");
   refuse_yaml("port: {a: 1}\n", ":1: expected the value");
+  refuse_yaml("threads: 1\n? {port: 1}\n", ":2: expected an option name, a single value");
   refuse_yaml("port: \"unfinished\n", ":2:");
 }
 
@@ -124,6 +126,9 @@ static void test_argument_refusals(void **state)
     option_set_fini(&f.set);
   }
   refuse_args(&f, LOAD(&f, "--model", "m", "--audit-key-file", "k"), "audit-key-file needs audit-log");
+  refuse_args(&f, LOAD(&f, "--model", "m", "--no-enable-chunked-prefill", "--policy", "chunked"), "is the policy continuous, not chunked");
+  assert_int_equal(LOAD(&f, "--model", "m", "--no-enable-chunked-prefill", "--policy", "continuous"), SITS_OK);
+  option_set_fini(&f.set);
   refuse_args(&f, LOAD(&f, "--modle", "x"), "did you mean 'model'");
   refuse_args(&f, LOAD(&f, "stray"), "unexpected word 'stray'");
   refuse_args(&f, LOAD(&f, "--model", "m", "--ssl-certfile", "c"), "go together");

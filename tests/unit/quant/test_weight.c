@@ -210,6 +210,35 @@ static void bad_values_are_named(void **state)
   }
 }
 
+/* Rounded to nearest, to multiples of a row's scale, copied as floats: the same bytes, norms and faults from one thread as from many. */
+static void threads_change_nothing(void **state)
+{
+  (void)state;
+  enum { MANY_ROWS = 150, WIDTH = 96 };
+  static float x[MANY_ROWS * WIDTH];
+  for (uint64_t i = 0; i < MANY_ROWS * WIDTH; i++) x[i] = uniform(71, i);
+  const struct sits_utd source = floats(x, MANY_ROWS, WIDTH);
+  for (int c = 0; c < 4; c++) {
+    struct quant_tensor made[2];
+    struct sits_error err[2] = {0};
+    enum sits_status status[2];
+    if (c == 3) x[40 * WIDTH] = 1e30F, x[140 * WIDTH] = NAN;
+    for (int k = 0; k < 2; k++) {
+      const struct quant_spec spec = {.dtype = c == 1 ? SITS_DTYPE_F16 : SITS_DTYPE_I4, .group = 32, .has_minimum = true, .clip = c == 0,
+                                      .scales = c == 2 ? QUANT_SCALES_POWERS : QUANT_SCALES_F16, .n_threads = k ? 7 : 0};
+      status[k] = quant_convert(&source, &spec, NULL, &made[k], &err[k]);
+    }
+    assert_int_equal(status[0], c == 3 ? SITS_FORMAT : SITS_OK);
+    assert_int_equal(status[1], status[0]);
+    assert_string_equal(err[1].text, err[0].text);
+    if (status[0]) continue;
+    assert_memory_equal(made[0].data, made[1].data, made[0].utd.n_bytes);
+    if (made[0].scales) assert_memory_equal(made[0].scales, made[1].scales, MANY_ROWS * WIDTH / 32 * 2);
+    assert_memory_equal(&made[0].norm, &made[1].norm, 3 * sizeof made[0].norm);
+    for (int k = 0; k < 2; k++) quant_tensor_fini(&made[k]);
+  }
+}
+
 static void allocation_failures(void **state)
 {
   (void)state;
@@ -339,8 +368,8 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(grids_are_kept),          cmocka_unit_test(rounding_is_to_nearest), cmocka_unit_test(clipping_pays_with_outliers),
-      cmocka_unit_test(scales_are_multiples),
-      cmocka_unit_test(shapes_that_do_not_divide), cmocka_unit_test(bad_values_are_named),  cmocka_unit_test(allocation_failures),
+      cmocka_unit_test(scales_are_multiples),    cmocka_unit_test(shapes_that_do_not_divide),
+      cmocka_unit_test(bad_values_are_named),    cmocka_unit_test(threads_change_nothing), cmocka_unit_test(allocation_failures),
       cmocka_unit_test(gptq_loses_less_output),  cmocka_unit_test(factor_is_the_inverse)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
