@@ -26,7 +26,7 @@ static inline float round_to_grid(const struct quant_grid *grid, float value)
 
 int32_t quant_round(const struct quant_grid *grid, float value)
 {
-  if (!(grid->scale > 0)) return 0 < grid->lowest ? grid->lowest : 0;
+  if (!(grid->scale > 0 && grid->scale < INFINITY)) return 0 < grid->lowest ? grid->lowest : 0; /* infinite: refused when it is stored */
   return (int32_t)round_to_grid(grid, value);
 }
 
@@ -378,9 +378,10 @@ static enum sits_status convert_float(struct conversion *c, struct sits_error *e
 
 static bool store_grid(struct quant_tensor *out, int64_t index, const struct quant_grid *grid)
 {
-  ((uint16_t *)out->scales)[index] = float_to_half(grid->scale);
-  if (out->minimums) ((uint16_t *)out->minimums)[index] = float_to_half(grid->minimum);
-  return isfinite(grid->scale) && isfinite(grid->minimum);
+  const uint16_t scale = float_to_half(grid->scale), minimum = float_to_half(grid->minimum);
+  ((uint16_t *)out->scales)[index] = scale;
+  if (out->minimums) ((uint16_t *)out->minimums)[index] = minimum;
+  return isfinite(half_to_float(scale)) && isfinite(half_to_float(minimum));
 }
 
 /* Integers and grids of a row, to nearest, or with the error of each column pushed into those that follow (GPTQ); w->row is used up. */
@@ -413,12 +414,13 @@ static enum row_fault integer_row(const struct conversion *c, int64_t r, const s
     fits = store_grid(c->out, r * n_groups + g, &w->grids[g]) && fits;
     result->bound += (double)group * (double)w->grids[g].scale * (double)w->grids[g].scale / 12;
   }
+  if (!fits) return ROW_NO_SCALE;
   for (int64_t i = 0; i < n; i++) {
     const double e = (double)quant_value(&w->grids[i / group], w->q[i]) - (double)w->kept[i];
     result->error += e * e;
     store(c->out, r, i, w->q[i]);
   }
-  return fits ? ROW_FINE : ROW_NO_SCALE;
+  return ROW_FINE;
 }
 
 static enum sits_status convert_integer(struct conversion *c, struct sits_error *err)
@@ -449,7 +451,7 @@ static enum row_fault norm_row(const struct conversion *c, int64_t r, const stru
 {
   dequant_tensor_row(c->source, r, w->row);
   result->norm = sum_squares(w->row, c->source->dims[1]);
-  return ROW_FINE;
+  return isfinite(result->norm) ? ROW_FINE : ROW_NOT_FINITE;
 }
 
 static enum sits_status take_norm(struct conversion *c, struct sits_error *err)

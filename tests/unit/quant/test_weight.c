@@ -208,6 +208,41 @@ static void bad_values_are_named(void **state)
     assert_int_equal(quant_convert(&source, &spec, NULL, &made, &err), SITS_FORMAT);
     assert_string_equal(err.param, "w");
   }
+  for (int c = 0; c < 6; c++) { /* steps of 65,536 and more, as a row's scale times 16 */
+    memset(x, 0, sizeof x);
+    x[700] = 6e5F;
+    const struct sits_utd source = floats(x, ROWS, K);
+    const struct quant_spec spec = {.dtype = SITS_DTYPE_I4, .group = 32, .has_minimum = false, .clip = c & 1,
+                                    .scales = (enum quant_scales)(c / 2)};
+    struct quant_tensor made;
+    struct sits_error err = {0};
+    if (quant_convert(&source, &spec, NULL, &made, &err) != SITS_FORMAT) fail_msg("case %d is taken", c);
+    assert_non_null(strstr(err.text, "a scale does not fit"));
+  }
+}
+
+/* What passes unchanged is looked at too: halves as they come, blocks with a scale that is none. */
+static void bad_values_that_pass_are_named(void **state)
+{
+  (void)state;
+  static unsigned char bytes[ROWS * K * 2];
+  static const struct { enum sits_dtype from, wish; size_t at; } cases[] = {
+      {SITS_DTYPE_F16, SITS_DTYPE_F16, 2 * 700}, {SITS_DTYPE_BF16, SITS_DTYPE_F16, 2 * 700}, {SITS_DTYPE_Q4_0, SITS_DTYPE_I4, 18 * 20},
+      {SITS_DTYPE_Q4_K, SITS_DTYPE_I4, 144 * 2}, {SITS_DTYPE_Q8_0, SITS_DTYPE_I8, 34 * 20}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+    for (int is_bad = 0; is_bad < 2; is_bad++) {
+      const uint16_t infinite = cases[i].from == SITS_DTYPE_BF16 ? 0x7F80 : 0x7C00;
+      const struct sits_utd source = blocks(cases[i].from, bytes);
+      if (cases[i].from <= SITS_DTYPE_BF16) memset(bytes, 0, sizeof bytes);
+      if (is_bad) memcpy(bytes + cases[i].at, &infinite, 2);
+      const struct quant_spec spec = {.dtype = cases[i].wish, .group = 32, .keep_grid = true};
+      struct quant_tensor made;
+      struct sits_error err = {0};
+      const enum sits_status status = quant_convert(&source, &spec, NULL, &made, &err);
+      if (status != (is_bad ? SITS_FORMAT : SITS_OK)) fail_msg("case %zu: %d '%s'", i, status, err.text);
+      if (is_bad) assert_string_equal(err.param, "w");
+      else quant_tensor_fini(&made);
+    }
 }
 
 /* Rounded to nearest, to multiples of a row's scale, copied as floats: the same bytes, norms and faults from one thread as from many. */
@@ -369,7 +404,8 @@ int main(void)
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(grids_are_kept),          cmocka_unit_test(rounding_is_to_nearest), cmocka_unit_test(clipping_pays_with_outliers),
       cmocka_unit_test(scales_are_multiples),    cmocka_unit_test(shapes_that_do_not_divide),
-      cmocka_unit_test(bad_values_are_named),    cmocka_unit_test(threads_change_nothing), cmocka_unit_test(allocation_failures),
+      cmocka_unit_test(bad_values_are_named),  cmocka_unit_test(bad_values_that_pass_are_named),
+         cmocka_unit_test(threads_change_nothing), cmocka_unit_test(allocation_failures),
       cmocka_unit_test(gptq_loses_less_output),  cmocka_unit_test(factor_is_the_inverse)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
