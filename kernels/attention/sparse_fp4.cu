@@ -6,8 +6,8 @@
  *   KV head. A CTA of eight warps takes such a group of columns at a time; its warps take the blocks that are left in turns, a whole page
  *   of 64 tokens each, and put their sums together at the end. The grid is fixed (two CTAs an SM), CTAs walk over tokens and heads; an odd
  *   number of CTAs a head, so that tokens that begin a group come to all of them.
- * Shared memory: barriers and sums' factors 256, queries 2 KiB, a tile a warp (9,472 bytes at D = 128), where the warps' sums lie
- *   afterwards: 78 KiB, two CTAs an SM at 128 registers.
+ * Shared memory: barriers, sums' factors, this group and the next 256, queries 2 KiB, a tile a warp (9,472 bytes at D = 128), where the
+ *   warps' sums lie afterwards: 78 KiB, two CTAs an SM at 128 registers.
  * Pipeline: a warp's next keys are asked for once the scores of a page are there, its next values behind the page's values: copies of one
  *   half run while the other is worked on. Own keys (the page that the queries lie in) come in f16 from the slot, or from `fresh` where
  *   the page begins in the step.
@@ -35,7 +35,9 @@ struct params {
 };
 
 template <int D> struct map {
-  static constexpr int FACTORS = WARPS * 16, QUERIES = 256, RING = QUERIES + QUERY_BYTES<D>, BYTES = RING + WARPS * TILE<D, true>;
+  static constexpr int FACTORS = WARPS * 16, GROUPS = FACTORS + COLUMNS * 4, QUERIES = 256, RING = QUERIES + QUERY_BYTES<D>,
+                       BYTES = RING + WARPS * TILE<D, true>;
+  static_assert(GROUPS + 2 * 36 <= QUERIES, "two groups fit");
   static_assert(WARPS * COLUMNS * ROW<D> * 4 <= WARPS * TILE<D, true>, "the sums fit the tiles' place");
 };
 
@@ -52,12 +54,11 @@ struct group {
   int seq, row0, t0, n, position, head, own, first, measured; /* own: their page; first: first page seen; entries < measured are measured */
 };
 
-/* False: token t begins no group. */
-SITS_DEV bool find_group(const params &p, int t, int head, group *g) {
+/* False: token t begins no group. Step inputs only. */
+SITS_DEV bool begins_group(const params &p, int t, int head, group *g) {
   const k_kv_view &kv = p.a.kv;
-  const int s = kv.token_seq[t];
+  const int s = kv.token_seq[t], position = kv.positions[t];
   if (s < 0) return false;
-  const int position = kv.positions[t];
   if (position % p.each != 0 && t != kv.seq_start[s]) return false;
   g->seq = s, g->t0 = t, g->head = head, g->position = position;
   g->row0 = p.a.blocks.row0 ? p.a.blocks.row0[s] : -1;
@@ -66,6 +67,13 @@ SITS_DEV bool find_group(const params &p, int t, int head, group *g) {
   g->first = kv.window > 0 ? max(0, position - kv.window + 1) / K_PAGE_TOKENS : 0;
   g->measured = kv::measured_end(p.a.blocks, g->row0, s, position);
   return true;
+}
+
+/* The next group from token t on, `step` tokens on at a time; n 0: there is none. A thread. */
+SITS_DEV void find_group(const params &p, int t, int step, int head, group *to) {
+  group g = {};
+  while (t < p.a.kv.n_tokens && !begins_group(p, t, head, &g)) t += step;
+  *to = g;
 }
 
 template <int D> SITS_DEV void place_queries(const params &p, const group &g, __half *query) {
@@ -193,7 +201,9 @@ SITS_DEV void attend(state<D> &st, const params &p, const group &g, uint32_t que
     if (at.entry < g.own) {
       bar_wait(bars, parity & 1);
       parity ^= 1;
-      score_fp4<D, BLOCKS>(sc, query, tile, 0, lane);
+#pragma unroll
+      for (int half = 0; half < 2; half++) /* all at once take too many registers */
+        score_fp4<D, BLOCKS / 2>(*(float(*)[BLOCKS / 2][4])sc[half * (BLOCKS / 2)], query, tile, half * (BLOCKS / 2), lane);
     } else
       score_own<D, true, BLOCKS>(sc, query, lane, own_keys_of<D>(p.a.kv, g, lane));
     __syncwarp();
@@ -256,6 +266,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attn_sp
   const k_kv_view &kv = p.a.kv;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head = blockIdx.x % kv.n_kv_heads, each = gridDim.x / kv.n_kv_heads;
   const uint32_t bars = smem_addr(smem) + warp * 16, tile = smem_addr(smem) + C::RING + warp * TILE<D, true>;
+  group *groups = (group *)(smem + C::GROUPS); /* this one and the next, kept out of registers */
   float *factors = (float *)(smem + C::FACTORS), *sums = (float *)(smem + C::RING);
   float *squares = p.a.workspace + (size_t)blockIdx.x * p.a.max_entries * COLUMNS;
   uint32_t parity = 0;
@@ -263,11 +274,11 @@ template <int D> __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attn_sp
     bar_init(bars, 1), bar_init(bars + 8, 1);
     bar_fence_init();
   }
-  __syncwarp();
+  if (threadIdx.x == 0) find_group(p, blockIdx.x / kv.n_kv_heads, each, head, groups);
+  __syncthreads();
   grid_wait();
-  for (int t = blockIdx.x / kv.n_kv_heads; t < kv.n_tokens; t += each) {
-    group g;
-    if (!find_group(p, t, head, &g)) continue; /* the same for all threads */
+  for (int i = 0; groups[i].n > 0; i ^= 1) {
+    const group &g = groups[i];
     place_queries<D>(p, g, (__half *)(smem + C::QUERIES));
     __syncthreads();
     state<D> st = {};
@@ -275,6 +286,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attn_sp
     attend<D>(st, p, g, smem_addr(smem) + C::QUERIES, tile, bars, parity, squares, warp, lane);
     __syncthreads(); /* all tiles are read */
     spill_state<D, true, false>(st, sums + warp * COLUMNS * ROW<D>, COLUMNS, lane);
+    if (threadIdx.x == 0) find_group(p, g.t0 + each, each, head, &groups[i ^ 1]);
     __syncthreads();
     finish_column<D>(p, g, sums, factors, warp, lane);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); /* the next tiles are copied to where the sums lie */
