@@ -150,7 +150,11 @@ static enum sits_status read_file(const char *path, struct buf *out, struct sits
 /* The template's source into out; empty when the model has none. */
 static enum sits_status read_template(const struct service *service, const struct source *source, struct buf *out, struct sits_error *err)
 {
-  if (service->options->chat_template) return read_file(service->options->chat_template, out, err);
+  const char *given = service->options->chat_template;
+  if (given) {
+    enum sits_status status = read_file(given, out, err);
+    return status || out->size ? status : sits_fail_param(err, SITS_CONFIG, "chat-template", "chat-template %s is empty", given);
+  }
   if (source == NULL) return SITS_OK;
   if (source_kind(source) == SOURCE_GGUF) {
     struct gguf_string text;

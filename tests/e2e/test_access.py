@@ -198,8 +198,15 @@ def test_grpc_keys_are_looked_at_before_a_message_is_sent(server):
     never.set()
 
 
+def rejections(server):
+    text = server.get("/metrics", bearer("scraper"))[2].decode()
+    return [int(re.search(rf'admission_rejections_total{{.*reason="{reason}"}} (\d+)', text).group(1))
+            for reason in ("rate_limit", "queue_full")]
+
+
 def test_requests_per_minute_and_the_headers(server):
     spend(server)
+    before = rejections(server)
     status, headers, data = server.get("/v1/models", bearer("spent"))
     check_limited(status, headers, data, "1 requests per minute")
     assert headers["x-ratelimit-limit-requests"] == "1" and headers["x-ratelimit-remaining-requests"] == "0"
@@ -209,6 +216,7 @@ def test_requests_per_minute_and_the_headers(server):
     assert name == "RESOURCE_EXHAUSTED" and "1 requests per minute" in text and 1 <= int(trailer["retry-after"]) <= 60
     assert trailer["sits-error-code"] == "rate_limit_exceeded" and trailer["x-ratelimit-remaining-requests"] == "0"
     assert "x-ratelimit-limit-requests" not in server.get("/v1/models", bearer("worker"))[1]
+    assert rejections(server) == [before[0] + 2, before[1]], "a key's quota says nothing of the server's load"
 
 
 def test_tokens_per_minute(server):

@@ -70,3 +70,11 @@ def test_int4_answers_do_not_depend_on_room_or_swapping(tmp_path_factory):
         finally:
             server.stop()
     assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+def test_an_empty_chat_template_is_refused(tmp_path):
+    """It counted as none: the daemon served, refused every chat, and asked for --chat-template."""
+    (tmp_path / "t.jinja").touch()
+    done = subprocess.run([BIN / "sits2026d", "--model", TINY, "--port", "0", "--chat-template", tmp_path / "t.jinja"],
+                          capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "t.jinja is empty" in done.stderr, done.stderr

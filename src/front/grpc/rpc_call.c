@@ -326,8 +326,7 @@ void rpc_end_locked(struct rpc *rpc, enum sits_status status, const char *text, 
   if (!status) return;
   rpc->text = mem_strdup(text && text[0] ? text : info->text); /* without memory the code alone is sent */
   rpc->param = param && param[0] ? mem_strdup(param) : NULL;
-  if (status == SITS_QUEUE_FULL || status == SITS_RATE_LIMITED) metrics_add(rpc->server->metrics, METRICS_REJECTED_QUEUE, 1);
-  if (status == SITS_UNAVAILABLE) metrics_add(rpc->server->metrics, METRICS_REJECTED_UNAVAILABLE, 1);
+  metrics_refused(rpc->server->metrics, status);
 }
 
 enum sits_status rpc_reply_one(struct rpc *rpc, const ProtobufCMessage *message, struct sits_error *err)

@@ -201,8 +201,7 @@ void http_respond_error(struct http_request *request, enum sits_status status, c
     if (status == SITS_METHOD_NOT_ALLOWED && request->route >= 0)
       MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, http_routes[request->route].is_post ? "POST" : "GET, HEAD");
   }
-  if (status == SITS_QUEUE_FULL || status == SITS_RATE_LIMITED) metrics_add(request->server->metrics, METRICS_REJECTED_QUEUE, 1);
-  if (status == SITS_UNAVAILABLE) metrics_add(request->server->metrics, METRICS_REJECTED_UNAVAILABLE, 1);
+  metrics_refused(request->server->metrics, status);
   store(request, sits_status_info(status)->http, status, response);
 }
 

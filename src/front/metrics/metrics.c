@@ -31,6 +31,7 @@ struct counter_row { const char *name, *label, *help; }; /* rows of one name sta
 
 static const struct counter_row counter_rows[METRICS_COUNTER_COUNT] = {
   [METRICS_REJECTED_QUEUE] = {"admission_rejections_total", ",reason=\"queue_full\"", "Requests refused before scheduling, by reason."},
+  [METRICS_REJECTED_QUOTA] = {"admission_rejections_total", ",reason=\"rate_limit\"", ""},
   [METRICS_REJECTED_UNAVAILABLE] = {"admission_rejections_total", ",reason=\"unavailable\"", ""},
   [METRICS_DISCONNECTS] = {"client_disconnects_total", "", "Requests whose client left before the end."},
   [METRICS_SLOW_READERS] = {"slow_reader_stalls_total", "", "Times a stream was paused because its client did not read."},
@@ -154,6 +155,13 @@ void metrics_add(struct metrics *metrics, enum metrics_counter counter, int64_t 
 int64_t metrics_counter_value(const struct metrics *metrics, enum metrics_counter counter)
 {
   return atomic_load_explicit(&metrics->counters[counter], memory_order_relaxed);
+}
+
+void metrics_refused(struct metrics *metrics, enum sits_status status)
+{
+  if (status == SITS_QUEUE_FULL) metrics_add(metrics, METRICS_REJECTED_QUEUE, 1);
+  if (status == SITS_RATE_LIMITED) metrics_add(metrics, METRICS_REJECTED_QUOTA, 1);
+  if (status == SITS_UNAVAILABLE) metrics_add(metrics, METRICS_REJECTED_UNAVAILABLE, 1);
 }
 
 static void observe_delivery(struct delivery *delivery, int64_t latency_us)

@@ -18,8 +18,9 @@
 struct metrics;
 
 enum metrics_counter {
-  METRICS_REJECTED_QUEUE,        /* requests answered 429 */
-  METRICS_REJECTED_UNAVAILABLE,  /* requests answered 503 */
+  METRICS_REJECTED_QUEUE,        /* requests that some queue had no room for */
+  METRICS_REJECTED_QUOTA,        /* requests over their key's quota */
+  METRICS_REJECTED_UNAVAILABLE,  /* requests that came while nothing is served */
   METRICS_DISCONNECTS,           /* requests whose client left before the end */
   METRICS_SLOW_READERS,          /* times a stream was paused because its client did not read */
   METRICS_AUDIT_LINES,           /* audit lines written */
@@ -36,11 +37,13 @@ enum metrics_counter {
 enum sits_status metrics_create(struct metrics **out) SITS_MUST_CHECK;
 void metrics_destroy(struct metrics *metrics);
 
-void metrics_set_model(struct metrics *metrics, const char *model_name);                  /* the label's value, copied; cut at 175 bytes */
+void metrics_set_model(struct metrics *metrics, const char *model_name);                  /* the label's value, copied; cut at 176 bytes */
 void metrics_set_routes(struct metrics *metrics, const char *const *names, int n_routes); /* borrowed constants */
 
 void metrics_add(struct metrics *metrics, enum metrics_counter counter, int64_t n);
 int64_t metrics_counter_value(const struct metrics *metrics, enum metrics_counter counter);
+/* A request that ends with this status: counted where it was refused before scheduling. */
+void metrics_refused(struct metrics *metrics, enum sits_status status);
 /* From the engine handing over a token to its bytes being handed to the socket's writer. */
 void metrics_delivery(struct metrics *metrics, int64_t latency_us);
 /* One answered HTTP request; route is an index into the route names. */
