@@ -76,6 +76,72 @@ def test_lists_hold_sizes(sizes):
     assert done.returncode == 2 and "lists such as" in done.stderr and not done.stdout, (done.returncode, done.stderr)
 
 
+def serve(*args):
+    return subprocess.run([str(BIN / "sits2026-bench"), "serve", "--url", "http://127.0.0.1:1", *map(str, args)], capture_output=True,
+                          text=True, timeout=60 * SLOW)
+
+
+@pytest.mark.parametrize("key", [("--api-key", "sk-of-mine"), ("--api-key=sk-of-mine",)])
+def test_serve_keeps_the_key_and_counts_what_was_answered(key):
+    """Results go into files and are shown around; prompts that nobody read are no throughput."""
+    done = serve("--concurrency", 1, "--requests", 2, *key)
+    result = json.loads(done.stdout)
+    assert done.returncode == 1 and result["failed"] == 2 and result["done"] == 0
+    assert "sk-of-mine" not in done.stdout + done.stderr and any("--api-key" in word for word in result["command"])
+    assert result["total_tokens_per_s"] == result["output_tokens_per_s"] == 0
+
+
+COST = dict.fromkeys(("weight_bytes", "head_bytes", "kv_bytes_per_token", "linear_flops_per_token", "head_flops_per_row",
+                      "attention_flops_per_pair", "read_bytes_per_s", "weight_read_share", "head_read_share", "kv_read_share",
+                      "small_batch_tokens", "small_batch_flops", "large_batch_flops", "attention_flops", "fixed_us", "kv_memory_bytes",
+                      "max_batch_tokens"), 1000)
+
+
+@pytest.mark.parametrize("row", [
+    "99999999-11-16 18:15:46.68,10,10", "2023-13-16 18:15:46.68,10,10", "2023-11-16 18:15:inf,10,10", "2023-11-16 18:15:nan,10,10",
+    "2023-11-16 24:15:46.68,10,10", "2023-11-16 18:15:46.68,10,4294967297", "2023-11-16 18:15:46.68,10", "2023-11-16,10,10",
+])
+def test_rows_of_traces_are_checked(row, tmp_path):
+    trace, cost = tmp_path / "trace.csv", tmp_path / "cost.json"
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,10,10\n{row}\n")
+    cost.write_text(json.dumps(COST))
+    simulated = subprocess.run([str(BIN / "sits2026-bench"), "simulate", "--trace", trace, "--cost", cost, "--speed", "1"],
+                               capture_output=True, text=True, timeout=60 * SLOW)
+    served = serve("--trace", trace)
+    for done in simulated, served:
+        assert done.returncode == 1 and not done.stdout, done.stderr
+    assert "line 3 is not" in simulated.stderr and f"{trace}:3: not a trace row" in served.stderr
+
+
+def test_a_trace_needs_no_heading(tmp_path):
+    (tmp_path / "trace.csv").write_text("2023-11-16 18:15:46.68,10,10\n2023-11-16 18:15:46.69,10,10\n")
+    assert json.loads(serve("--trace", tmp_path / "trace.csv").stdout)["sent"] == 2
+
+
+def test_simulated_time_goes_on_into_the_next_month(tmp_path):
+    trace, cost = tmp_path / "trace.csv", tmp_path / "cost.json"
+    trace.write_text("2023-12-31 23:59:59.5,10,1\n2024-01-01 00:00:09.5,10,1\n")
+    cost.write_text(json.dumps(COST | {"read_bytes_per_s": 1e12, "small_batch_flops": 1e12, "large_batch_flops": 1e12,
+                                       "attention_flops": 1e12, "kv_memory_bytes": 1e9}))
+    out = subprocess.run([str(BIN / "sits2026-bench"), "simulate", "--trace", trace, "--cost", cost, "--speed", "1", "--policy", "chunked"],
+                         capture_output=True, text=True, timeout=60 * SLOW, check=True)
+    point = json.loads(out.stdout)["points"][0]
+    assert point["output_tokens_per_s"] == pytest.approx(2 / 10, rel=0.01)
+
+
+@pytest.mark.parametrize("change,text", [
+    ({"points": 5}, " points must be a list"), ({"prompt_points": {"1": 2}}, "prompt_points must be a list"),
+    ({"lane_tokens": "512"}, "lane_tokens must be"), ({"tile_tokens": -1}, "tile_tokens must be"), ({"fixed_us": 0}, "fixed_us must be"),
+])
+def test_costs_are_checked(change, text, tmp_path):
+    trace, cost = tmp_path / "trace.csv", tmp_path / "cost.json"
+    trace.write_text("2023-11-16 18:15:46.68,10,10\n")
+    cost.write_text(json.dumps(COST | change))
+    done = subprocess.run([str(BIN / "sits2026-bench"), "simulate", "--trace", trace, "--cost", cost, "--speed", "1"], capture_output=True,
+                          text=True, timeout=60 * SLOW)
+    assert done.returncode == 1 and text in done.stderr and not done.stdout, done.stderr
+
+
 @pytest.mark.skipif(not TINY.exists(), reason="shared test data absent")
 def test_stall_tells_what_steps_consist_of():
     done = subprocess.run([str(BIN / "sits2026-bench"), "engine", "--model", str(TINY), "--device", "cpu", "--threads", "1", "--scenario",

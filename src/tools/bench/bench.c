@@ -63,6 +63,21 @@ int bench_parse_list(const char *text, int64_t *out, int most)
   return n;
 }
 
+bool bench_parse_stamp(const char *text, int64_t *day, double *seconds)
+{
+  int year, month, date, hour, minute;
+  double second;
+  if (sscanf(text, "%4d-%2d-%2d %2d:%2d:%lf", &year, &month, &date, &hour, &minute, &second) != 6) return false;
+  struct tm at = {.tm_year = year - 1900, .tm_mon = month - 1, .tm_mday = date};
+  const int64_t midnight = timegm(&at);
+  if (at.tm_mon != month - 1 || at.tm_mday != date || year < 1970 || hour < 0 || hour > 23 || minute < 0 || minute > 59 ||
+      !(second >= 0 && second < 61))
+    return false;
+  *day = midnight / 86400;
+  *seconds = (hour * 60 + minute) * 60 + second;
+  return true;
+}
+
 static int by_value(const void *a, const void *b)
 {
   double x = *(const double *)a, y = *(const double *)b;
@@ -102,6 +117,15 @@ static void cpu_model(char *out, size_t n_bytes)
   if (file) fclose(file);
 }
 
+/* Results are kept and shown around: what a key is stays out of them. */
+static json_t *shown_word(char **argv, int i)
+{
+  static const char option[] = "--api-key", mask[] = "********";
+  if (i > 0 && strcmp(argv[i - 1], option) == 0) return json_string(mask);
+  const size_t n = sizeof option - 1;
+  return strncmp(argv[i], option, n) == 0 && argv[i][n] == '=' ? json_sprintf("%s=%s", option, mask) : json_string(argv[i]);
+}
+
 json_t *bench_header(const char *name, int argc, char **argv)
 {
   char date[32], machine[256];
@@ -110,7 +134,7 @@ json_t *bench_header(const char *name, int argc, char **argv)
   strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &utc));
   cpu_model(machine, sizeof machine);
   json_t *words = json_array();
-  for (int i = 0; i < argc; i++) json_array_append_new(words, json_string(argv[i]));
+  for (int i = 0; i < argc; i++) json_array_append_new(words, shown_word(argv, i));
   return json_pack("{s:s, s:s, s:s, s:s, s:I, s:o}", "date", date, "bench", name, "version", SITS_VERSION, "cpu", machine, "cores",
                    (json_int_t)sysconf(_SC_NPROCESSORS_ONLN), "command", words);
 }

@@ -14,6 +14,8 @@
 #include "tools/bench/bench.h"
 #include "tools/bench/serve_client.h"
 
+enum { SERVE_MOST_TOKENS = 1 << 24 }; /* of a trace's row */
+
 struct serve_options {
   const char *url, *model, *api_key, *qos, *trace, *json;
   int64_t concurrency, requests, prompt_tokens, output_tokens, n_vocab, seed, max_prompt, max_output;
@@ -44,13 +46,12 @@ static const struct option_spec specs[] = {
 /* Uniform in (0, 1). */
 static double uniform(uint64_t seed, uint64_t number) { return ((double)(hash_mix(seed, number) >> 11) + 0.5) / 9007199254740992.0; }
 
-/* "2023-11-16 18:15:46.6805900" -> microseconds of the day and date folded into one growing count; -1 on a malformed stamp. */
+/* Microseconds since 1970; -1 where the row begins with no time. */
 static int64_t parse_stamp_us(const char *text)
 {
-  int year, month, day, hour, minute;
-  double second;
-  if (sscanf(text, "%d-%d-%d %d:%d:%lf", &year, &month, &day, &hour, &minute, &second) != 6) return -1;
-  return (((int64_t)(year * 372 + month * 31 + day) * 24 + hour) * 60 + minute) * 60000000 + (int64_t)llround(second * 1e6);
+  int64_t day;
+  double seconds;
+  return bench_parse_stamp(text, &day, &seconds) ? day * 86400000000 + (int64_t)llround(seconds * 1e6) : -1;
 }
 
 static int64_t at_most(int64_t value, int64_t most) { return value < most ? value : most; }
@@ -68,9 +69,10 @@ static int64_t read_trace(const struct serve_options *options, struct serve_requ
   while (n < options->requests && fgets(line, sizeof line, file)) {
     long long prompt, output;
     const char *comma = strchr(line, ',');
-    if (number++ == 0) continue; /* heading */
     int64_t stamp_us = parse_stamp_us(line);
-    if (!comma || stamp_us < 0 || sscanf(comma, ",%lld,%lld", &prompt, &output) != 2 || prompt < 1 || output < 0) {
+    if (number++ == 0 && stamp_us < 0) continue; /* heading */
+    if (!comma || stamp_us < 0 || sscanf(comma, ",%lld,%lld", &prompt, &output) != 2 || prompt < 1 || output < 0 ||
+        prompt > SERVE_MOST_TOKENS || output > SERVE_MOST_TOKENS) {
       fprintf(stderr, "%s:%lld: not a trace row\n", options->trace, (long long)number);
       n = -1;
       break;

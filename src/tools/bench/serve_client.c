@@ -19,6 +19,7 @@ struct stream {
   int64_t sent_us, last_us;        /* last_us: latest chunk, 0 before the first */
   int64_t n_output;                /* from the usage chunk, else chunks seen */
   int64_t n_chunks;
+  int32_t n_prompt;
   bool is_done;                    /* [DONE] seen */
   bool is_busy;
 };
@@ -132,7 +133,7 @@ static bool start_stream(struct client *client, struct stream *stream, const str
   curl_easy_setopt(stream->easy, CURLOPT_NOSIGNAL, 1L);
   stream->sent_us = clock_monotonic_us();
   client->result->n_sent++;
-  client->result->n_prompt_tokens += request->n_prompt;
+  stream->n_prompt = request->n_prompt;
   client->n_busy++;
   return curl_multi_add_handle(client->multi, stream->easy) == CURLM_OK;
 }
@@ -159,6 +160,7 @@ static void finish_stream(struct client *client, CURLMsg *message)
                code == 200 && !stream->is_done ? ", no [DONE]" : "");
   } else {
     result->n_done++;
+    result->n_prompt_tokens += stream->n_prompt;
     result->n_output_tokens += stream->n_output ? stream->n_output : stream->n_chunks;
     result->e2e_ms[result->n_e2e++] = (double)(clock_monotonic_us() - stream->sent_us) / 1e3;
   }

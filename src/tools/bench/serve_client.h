@@ -27,7 +27,7 @@ struct serve_plan {
 struct serve_result {
   int64_t n_sent, n_done, n_failed, n_refused; /* refused: 429 and 503 */
   int64_t n_without_retry;         /* of the refused, those whose answer names no Retry-After */
-  int64_t n_prompt_tokens, n_output_tokens;
+  int64_t n_prompt_tokens, n_output_tokens; /* of those done */
   int64_t elapsed_us;
   double *ttft_ms, *itl_ms, *e2e_ms; /* owned */
   int64_t n_ttft, n_itl, n_e2e;

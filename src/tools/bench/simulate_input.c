@@ -8,19 +8,13 @@
 #include "tools/bench/bench.h"
 #include "tools/bench/simulate.h"
 
-static double seconds_of(const char *text)
-{
-  int y, mo, d, h, mi;
-  double s;
-  if (sscanf(text, "%d-%d-%d %d:%d:%lf", &y, &mo, &d, &h, &mi, &s) != 6) return -1;
-  return ((d * 24.0 + h) * 60 + mi) * 60 + s; /* within one month */
-}
+enum { MOST_TOKENS = 1 << 24 };
 
 int64_t simulate_read_trace(const char *path, int64_t n_most, struct simulate_arrival **out)
 {
   char line[256];
-  double first = -1;
-  int64_t capacity = 0, n = 0;
+  double first = 0, seconds;
+  int64_t capacity = 0, n = 0, first_day = 0, day;
   struct simulate_arrival *arrivals = NULL;
   FILE *file = fopen(path, "r");
   if (!file) {
@@ -30,10 +24,10 @@ int64_t simulate_read_trace(const char *path, int64_t n_most, struct simulate_ar
   for (int64_t row = 0; fgets(line, sizeof line, file) && (n_most == 0 || n < n_most); row++) {
     char *comma = strchr(line, ',');
     long n_prompt, n_output;
-    double at = seconds_of(line);
-    if (row == 0 && at < 0) continue; /* heading */
-    if (!comma || at < 0 || sscanf(comma + 1, "%ld,%ld", &n_prompt, &n_output) != 2 || n_prompt < 0 || n_output < 0 ||
-        n_prompt > 1 << 24) {
+    const bool has_stamp = bench_parse_stamp(line, &day, &seconds);
+    if (row == 0 && !has_stamp) continue; /* heading */
+    if (!comma || !has_stamp || sscanf(comma + 1, "%ld,%ld", &n_prompt, &n_output) != 2 || n_prompt < 0 || n_output < 0 ||
+        n_prompt > MOST_TOKENS || n_output > MOST_TOKENS) {
       fprintf(stderr, "sits2026-bench simulate: %s: line %lld is not TIMESTAMP,ContextTokens,GeneratedTokens\n", path, (long long)row + 1);
       fclose(file);
       mem_free(arrivals);
@@ -45,8 +39,9 @@ int64_t simulate_read_trace(const char *path, int64_t n_most, struct simulate_ar
       if (!more) break;
       arrivals = more;
     }
-    if (first < 0) first = at;
-    arrivals[n++] = (struct simulate_arrival){.at_us = fmax(0, at - first) * 1e6, .n_prompt = n_prompt > 0 ? (int32_t)n_prompt : 1,
+    if (n == 0) first_day = day, first = seconds;
+    const double after = (double)(day - first_day) * 86400 + (seconds - first);
+    arrivals[n++] = (struct simulate_arrival){.at_us = fmax(0, after) * 1e6, .n_prompt = n_prompt > 0 ? (int32_t)n_prompt : 1,
                                               .n_output = n_output > 0 ? (int32_t)n_output : 1};
   }
   fclose(file);
@@ -59,6 +54,10 @@ int64_t simulate_read_trace(const char *path, int64_t n_most, struct simulate_ar
 static bool read_points(const char *path, json_t *root, const char *key, struct simulate_points *p)
 {
   json_t *points = json_object_get(root, key);
+  if (points && !json_is_array(points)) {
+    fprintf(stderr, "sits2026-bench simulate: %s: %s must be a list\n", path, key);
+    return false;
+  }
   for (size_t i = 0; i < json_array_size(points); i++) {
     json_t *pair = json_array_get(points, i);
     double tokens = json_number_value(json_array_get(pair, 0)), us = json_number_value(json_array_get(pair, 1));
@@ -103,8 +102,13 @@ bool simulate_read_cost(const char *path, struct simulate_cost *c)
       is_good = false;
     }
   }
-  for (size_t i = 0; i < sizeof options / sizeof options[0]; i++)
-    *options[i].value = json_number_value(json_object_get(root, options[i].key));
+  for (size_t i = 0; i < sizeof options / sizeof options[0]; i++) {
+    json_t *value = json_object_get(root, options[i].key);
+    *options[i].value = json_number_value(value);
+    if (!value || (json_is_number(value) && *options[i].value >= 0)) continue;
+    fprintf(stderr, "sits2026-bench simulate: %s: %s must be a number, 0 or more\n", path, options[i].key);
+    is_good = false;
+  }
   if (c->lane_tokens > 0 && c->lane_pieces < 1) {
     fprintf(stderr, "sits2026-bench simulate: %s: lane_tokens needs lane_pieces\n", path);
     is_good = false;
