@@ -122,6 +122,7 @@ def test_parts_join_to_the_whole(engine, tmp_path):
     (lambda r: r["rows"][0].update(accuracy=1.5), "'accuracy'"),
     (lambda r: r["rows"][0].update(weight_bytes=-1), "'weight_bytes'"),
     (lambda r: r["rows"][1].update(tokens_per_s=-1), "'tokens_per_s'"),
+    (lambda r: r["rows"][1].update(tokens_per_s=0), "'tokens_per_s'"),
     (lambda r: r["rows"][1].update(share_4x4=2), "'share_4x4'"),
     (lambda r: r.update(ids="many"), "'ids'"),
 ])
@@ -182,6 +183,13 @@ def test_compare_refuses(args, code, text, tmp_path):
     (tmp_path / "empty.yaml").write_text("")
     args = [tmp_path / a if a == "empty.yaml" else a for a in args]
     assert text in run("eval", "compare", "--text", TEXT, "--ctx", CTX, "--windows", 1, *args, code=code).stderr
+
+
+@pytest.mark.parametrize("args", [
+    ("forced", "--ids", "[1]"), ("greedy", "--prompts", "prompts.json"), ("tokenize", "--text", TEXT),
+])
+def test_commands_of_one_model_say_that_they_need_it(args):
+    assert "no model: give --model" in run("eval", *args, "--models", STORIES, code=2).stderr
 
 
 TASKS = [

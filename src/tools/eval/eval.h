@@ -121,6 +121,7 @@ unsigned eval_encode_flags(const struct eval_options *options); /* tokenizer_fla
 /* The ids of a text file under those flags. */
 enum sits_status eval_encode_file(const struct tokenizer *tokenizer, const struct eval_options *options, struct token_list *out,
                                   struct sits_error *err) SITS_MUST_CHECK;
+/* model: a path; NULL, SITS_CONFIG: none was given. */
 enum sits_status eval_load_tokenizer(const char *model, struct tokenizer **out, struct sits_error *err) SITS_MUST_CHECK;
 
 #endif

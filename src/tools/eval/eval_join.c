@@ -33,7 +33,7 @@ struct bound { const char *name; bool is_whole, is_optional; double least, most;
 static const struct bound of_result[] = {{"ctx", true, false, 4, 1 << 24}, {"windows", true, false, 1, 1e9},
                                          {"skip_windows", true, false, 0, 1e9}, {"ids", true, false, 1, 1e15}};
 static const struct bound of_row[] = {{"weight_bytes", true, false, 0, 1e15}, {"accuracy", false, false, 0, 1},
-                                      {"top1_agreement", false, false, 0, 1}, {"tokens_per_s", false, false, 0, 1e12},
+                                      {"top1_agreement", false, false, 0, 1}, {"tokens_per_s", false, false, 1e-3, 1e9},
                                       {"share_4x4", false, true, 0, 1}, {"compile_s", false, true, 0, 1e9}};
 static const struct bound of_window[] = {{"window_nll", false, false, 0, MOST_NATS}, {"window_kl", false, false, -1e-3, 1e6}};
 #define N_OF(list) ((int)(sizeof list / sizeof list[0]))

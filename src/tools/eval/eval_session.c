@@ -283,6 +283,7 @@ enum sits_status eval_encode_file(const struct tokenizer *tokenizer, const struc
 enum sits_status eval_load_tokenizer(const char *model, struct tokenizer **out, struct sits_error *err)
 {
   struct source *source;
+  if (!model) return sits_fail_param(err, SITS_CONFIG, "model", "no model: give --model PATH");
   enum sits_status status = source_open(model, &source, err);
   if (status) return status;
   status = tokenizer_load(source, out, err);

@@ -41,7 +41,8 @@ json_t *eval_table_row(const struct eval_label *label, const struct eval_sums *s
                           100 * error / rows, "accuracy", accuracy, "delta_accuracy_points",
                           100 * (accuracy - (double)reference->n_right / all), "kl", kl, "kl_error", kl_error / rows, "top1_agreement",
                           (double)sums->n_agree / all, "tokens_per_s",
-                          (double)(n_windows * (ctx - 1)) / ((double)sums->compute_us * 1e-6), "window_nll", nll, "window_kl", divergence);
+                          (double)(n_windows * (ctx - 1)) / fmax((double)sums->compute_us * 1e-6, 1e-6), "window_nll", nll, "window_kl",
+                          divergence);
   if (label->share_4x4 >= 0) json_object_set_new(row, "share_4x4", json_real(label->share_4x4));
   if (label->compile_s > 0) json_object_set_new(row, "compile_s", json_real(label->compile_s));
   return row;
