@@ -37,7 +37,7 @@ constexpr int MOST_BYTES = 111 * 1024; /* what a GEMM of few tokens leaves of an
 struct params {
   k_attn_decode a;
   float score_scale;
-  int n_parts, rows, stage_bits; /* rows: heads of a group, made even; stages: 4 or 8 */
+  int gqa, n_parts, rows, stage_bits; /* gqa: heads of a group; rows: made even; stages: 4 or 8 */
 };
 
 template <int D, bool FP4> struct map {
@@ -174,19 +174,19 @@ template <int D, int N> SITS_DEV void add_rows(const float *rows, int step, int 
 template <int D, bool FP4>
 SITS_DEV void prepare(const params &p, const share &g, const bars &b, uint8_t *smem, float *scratch, const float2 (&angle)[D / 32]) {
   using C = map<D, FP4>;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = p.a.kv.n_heads / p.a.kv.n_kv_heads;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = p.gqa;
   const bool has_new = g.end == g.n, makes_k = has_new && warp == WARP_K, makes_v = has_new && warp == WARP_V;
   __half *query = (__half *)(smem + C::QUERIES);
   new_token *nt = (new_token *)(smem + C::NEW);
   float x[D / 32] = {}, other[D / 32] = {};
-  if (warp < gqa) fetch_item<D>(x, p.a, g.row, g.head, warp, lane);
-  if (makes_k || makes_v) fetch_item<D>(other, p.a, g.row, g.head, makes_k ? gqa : gqa + 1, lane);
+  if (warp < gqa) fetch_item<D>(x, p.a, g.row, g.head, gqa, warp, lane);
+  if (makes_k || makes_v) fetch_item<D>(other, p.a, g.row, g.head, gqa, makes_k ? gqa : gqa + 1, lane);
 #pragma unroll 1
   for (int i = warp < gqa ? warp : makes_k ? gqa : gqa + 1; i <= gqa; i = i < gqa && makes_k ? gqa : gqa + 1) {
     if (i == gqa)
 #pragma unroll
       for (int j = 0; j < D / 32; j++) x[j] = other[j];
-    prepare_rotated<D, FP4>(x, p.a, i, scratch, angle, query, nt, lane);
+    prepare_rotated<D, FP4>(x, p.a, gqa, i, scratch, angle, query, nt, lane);
     if (i < gqa) continue;
     bar_wait(b.open, 0);
     patch_key<D, FP4>(smem_addr(smem) + C::SLOT, g.open, nt, g.len - 1, lane);
@@ -256,7 +256,7 @@ template <int D, bool FP4> __global__ void __launch_bounds__(THREADS, 2) attn_fe
   extern __shared__ __align__(1024) uint8_t smem[];
   grid_trigger();
   const k_kv_view &view = p.a.kv;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = view.n_heads / view.n_kv_heads;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = p.gqa;
   const uint32_t base = smem_addr(smem);
   const bars b = {base, base + 64, base + 96, base + 104, base + 112, base + 120};
   float *sums = (float *)(smem + C::RING + (TILE<D, FP4> << p.stage_bits)), *inbox = (float *)(smem + C::INBOX);
@@ -303,8 +303,8 @@ template <int D, bool FP4> __global__ void __launch_bounds__(THREADS, 2) attn_fe
 }
 
 template <int D, bool FP4> int launch_few(const k_attn_decode &a, int32_t n_sm, k_stream at) {
-  const int rows = (a.kv.n_heads / a.kv.n_kv_heads + 1) & ~1, bits = map<D, FP4>::bytes(rows, 8) <= MOST_BYTES ? 3 : 2;
-  const params p = {a, score_scale<FP4>(D), k_attn_few_parts(n_sm, a.kv.n_seqs, a.kv.n_kv_heads), rows, bits};
+  const int gqa = a.kv.n_heads / a.kv.n_kv_heads, rows = (gqa + 1) & ~1, bits = map<D, FP4>::bytes(rows, 8) <= MOST_BYTES ? 3 : 2;
+  const params p = {a, score_scale<FP4>(D), gqa, k_attn_few_parts(n_sm, a.kv.n_seqs, a.kv.n_kv_heads), rows, bits};
   return launch_clusters(attn_few_kernel<D, FP4>, p.n_parts, dim3(a.kv.n_seqs * a.kv.n_kv_heads * p.n_parts), dim3(THREADS),
                          map<D, FP4>::bytes(rows, 1 << bits), (cudaStream_t)at.stream, at.pdl, p);
 }

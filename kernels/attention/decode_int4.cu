@@ -12,10 +12,11 @@
  *   8 * (D+4) * 4 (4.1 KiB), new token 512, its value 4 D, addresses of tiles 512: 27 KiB, so eight CTAs an SM, at 128 registers.
  * Pipeline: a pair's first warp looks up 32 addresses of tiles at a time, a lane each; whichever warp leaves a stage last has it filled
  *   again. The first copies start before the grid dependency opens (pages of earlier steps do not depend on it; not fused, a sequence's
- *   last page waits for the append). The own group's keys come by a copy into the merge buffer, which is free while pages are read, where
- *   they fit (int4 from two pairs a CTA on, fp4 from four); int4 with one pair: into the stage that no further page needs, if the run ends
- *   with the segment. Fused, the new token never travels through global memory here: the warp that owns its block patches the tile and the
- *   fragments of its key, and stores the same words to page and slot. Nobody but that warp waits for its value.
+ *   last page waits for the append); fused, a pair's first one only, the second when the queries have been made. The own group's keys come
+ *   by a copy into the merge buffer, which is free while pages are read, where they fit (int4 from two pairs a CTA on, fp4 from four); int4
+ *   with one pair: into the stage that no further page needs, if the run ends with the segment. Fused, the new token never travels through
+ *   global memory here: the warp that owns its block patches the tile and the fragments of its key, and stores the same words to page and
+ *   slot. Nobody but that warp waits for its value.
  * Numerics: decode_pages.cuh; parts are merged in CTA order by the last to arrive, so results do not depend on timing. Tolerance against
  *   the f64 twin 2e-3 of the norm.
  * Limits: D 64 or 128, H/G <= 8, S <= 1024, sm_90; anything else goes to attn_any.
@@ -27,7 +28,9 @@
  *   a loader a CTA: nine warps, twice, leave 96 registers (a quarter of the SM holds five of them), which spills: 68 us for 52. The cut
  *   made by each CTA from the lengths, and code for it in four places: 54 us at 64 x 2,048 for 49. Stages filled again by the
  *   first warp when it finds them left: 47.9 us for 46.2. The own group's keys from global memory, though sent for into the L2: 46.4 us for
- *   44.4, 29.4 for 26.7 at 64 x 1,024. The value quantised before a barrier of all warps: 3,000 cycles a segment.
+ *   44.4, 29.4 for 26.7 at 64 x 1,024. The value quantised before a barrier of all warps: 3,000 cycles a segment. Both of a pair's tiles
+ *   before the queries, whose projections then come late: a layer of 32, 64, 128 tokens 71 to 69.6, 92.6 to 91.3, 139.3 to 137.0 us
+ *   without.
  * Links: twin ref_attention (tests/gpu/test_attention.c), test tests/gpu/test_attention.c, bench sits2026-bench kernels.
  */
 #include "attention/decode_split.cuh"
@@ -42,6 +45,7 @@ constexpr int STAGES = 2, BLOCKS = 2, TABLE = 64, SM_BYTES = 228 * 1024;
 struct params {
   k_attn_decode a;
   float score_scale;
+  int gqa; /* heads of a KV head's group */
 };
 
 template <int D, bool FP4, int PAIRS> struct map {
@@ -61,15 +65,15 @@ template <int D, bool FP4, int PAIRS>
 SITS_DEV bool prepare_segment(const params &p, const segment &g, const float2 (&angle)[D / 32], __half *query, float *scratch,
                               new_token *nt, bool has_new, float (&x)[D / 32]) {
   const k_attn_decode &a = p.a;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads, n = gqa + (has_new ? 2 : 0);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = p.gqa, n = gqa + (has_new ? 2 : 0);
   float next[D / 32] = {};
   if (warp >= n) return false;
-  fetch_item<D>(x, a, g.row, g.head, warp, lane);
+  fetch_item<D>(x, a, g.row, g.head, gqa, warp, lane);
   int i = warp;
 #pragma unroll 1
   for (; i < min(n, gqa + 1); i += 2 * PAIRS) {
-    if (i + 2 * PAIRS < n) fetch_item<D>(next, a, g.row, g.head, i + 2 * PAIRS, lane);
-    prepare_rotated<D, FP4>(x, a, i, scratch + warp * D, angle, query, nt, lane);
+    if (i + 2 * PAIRS < n) fetch_item<D>(next, a, g.row, g.head, gqa, i + 2 * PAIRS, lane);
+    prepare_rotated<D, FP4>(x, a, gqa, i, scratch + warp * D, angle, query, nt, lane);
 #pragma unroll
     for (int j = 0; j < D / 32; j++) x[j] = next[j];
   }
@@ -78,7 +82,7 @@ SITS_DEV bool prepare_segment(const params &p, const segment &g, const float2 (&
 
 /* Not fused: the queries of a segment from global memory -> query. */
 template <int D> SITS_DEV void place_queries(const params &p, const segment &g, __half *query) {
-  const int gqa = p.a.kv.n_heads / p.a.kv.n_kv_heads;
+  const int gqa = p.gqa;
   const __half *from = (const __half *)p.a.q + ((size_t)g.row * p.a.kv.n_heads + g.head * gqa) * D;
   for (int i = threadIdx.x; i < D; i += blockDim.x) {
     const int head = (i & 31) >> 2, ch = (i >> 5) * 32 + (i & 3) * 4;
@@ -177,6 +181,7 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
 #if SITS_SM90
   using C = map<D, FP4, PAIRS>;
   constexpr int T = TILE<D, FP4>;
+  constexpr int EARLY = FUSED ? 1 : STAGES; /* a pair's tiles on their way before queries are made, which more would hold up */
   extern __shared__ __align__(1024) uint8_t smem[];
   grid_trigger();
   const k_kv_view &view = p.a.kv;
@@ -191,13 +196,13 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
   float *sums = (float *)(smem + C::SUMS);
   __half *query = (__half *)(smem + C::QUERIES);
   new_token *nt = (new_token *)(smem + C::NEW);
+  const share mine = read_share(p.a, blockIdx.x); /* a step input, as lengths and tables are */
   if (lane == 0 && half == 0) {
     for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1), sts32(left + i * 4, 0);
     if (warp == 0) parity[0] = parity[1] = 0, bar_init(open_full, 1), bar_init(queries, 2 * PAIRS), bar_init(value, 1);
     bar_fence_init();
   }
   __syncthreads();
-  const share mine = read_share(p.a, blockIdx.x); /* a step input, as lengths and tables are */
   const int begin = mine.begin, end = mine.end, first = begin + pair;
   if (begin == end) {
     grid_wait();
@@ -209,7 +214,7 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
   int brought = 0;
   if (half == 0) {
     look_up<PAIRS>(l, view, g, 0, lane);
-    for (; brought < STAGES && first + brought * PAIRS < end && (FUSED || !(l.pointers[brought] & 1)); brought++)
+    for (; brought < EARLY && first + brought * PAIRS < end && (FUSED || !(l.pointers[brought] & 1)); brought++)
       if (lane == 0) bring<T>(l, brought);
     look_up<PAIRS>(l, view, g, 32, lane);
   } else if (warp == 1 && g.first_unit + g.n_units <= end)
@@ -219,7 +224,7 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
   if (FUSED) kv::head_angles<D>(p.a.rope, g.len - 1, lane, angle);
   __syncthreads();
   grid_wait();
-  if (half == 0)
+  if (!FUSED && half == 0)
     for (; brought < STAGES && first + brought * PAIRS < end; brought++)
       if (lane == 0) bring<T>(l, brought);
   for (int u = begin; u < end;) {
@@ -236,6 +241,8 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
         prepare_value<D, FP4>(x, (float *)(smem + C::VALUE), nt, lane);
         if (lane == 0) bar_arrive(value);
       }
+      if (lane == 0 && half == 0 && u == begin)
+        for (int k = EARLY; k < STAGES && first + k * PAIRS < end; k++) bring<T>(l, k);
       bar_wait(queries, parity[0]);
     } else {
       place_queries<D>(p, g, query);
@@ -289,14 +296,14 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
     }
     if (has_open) __syncthreads(); /* its keys are read */
     /* up to four heads of each warp side by side, else the second warp of a pair adds to what the first one left */
-    const int rows = view.n_heads / view.n_kv_heads <= 4 ? 4 : 8;
+    const int rows = p.gqa <= 4 ? 4 : 8;
     if (rows == 4 || half == 1) spill_state<D, FP4, false>(st, sums + (rows == 4 ? warp * 4 : pair * 8) * ROW<D>, rows, lane);
     __syncthreads();
     if (rows == 8) {
       if (half == 0) spill_state<D, FP4, true>(st, sums + pair * 8 * ROW<D>, 8, lane);
       __syncthreads();
     }
-    flush_segment<D, 2 * PAIRS, PAIRS>(p.a, *shared_segment, *shared_share, sums, rows, flag, u == begin, [] { __syncthreads(); });
+    flush_segment<D, 2 * PAIRS, PAIRS>(p.a, p.gqa, *shared_segment, *shared_share, sums, rows, flag, u == begin, [] { __syncthreads(); });
     u = stop;
     if (u == end) break;
     if (threadIdx.x == 0) parity[0] ^= 1, parity[1] ^= last_unit < end;
@@ -308,7 +315,7 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
 }
 
 template <int D, bool FUSED, bool FP4, int PAIRS> int launch_pairs(const k_attn_decode &a, int32_t n_sm, k_stream at) {
-  const params p = {a, score_scale<FP4>(D)};
+  const params p = {a, score_scale<FP4>(D), a.kv.n_heads / a.kv.n_kv_heads};
   return launch_kernel(attn_decode_kernel<D, FUSED, FP4, PAIRS>, dim3(n_sm * PAIRS_PER_SM / PAIRS), dim3(64 * PAIRS),
                        map<D, FP4, PAIRS>::BYTES, (cudaStream_t)at.stream, at.pdl, p);
 }

@@ -73,15 +73,15 @@ template <int D, bool FP4> SITS_DEV void quantise_new(const float *v, new_token 
 }
 
 /* Item i of a token's projections: a query head of the group (i < gqa), its key (gqa), its value (gqa + 1). */
-template <int D> SITS_DEV void fetch_item(float (&x)[D / 32], const k_attn_decode &a, int row, int head, int i, int lane) {
-  const int h = a.kv.n_heads, g = a.kv.n_kv_heads, gqa = h / g;
+template <int D> SITS_DEV void fetch_item(float (&x)[D / 32], const k_attn_decode &a, int row, int head, int gqa, int i,
+                         int lane) {
+  const int h = a.kv.n_heads, g = a.kv.n_kv_heads;
   kv::fetch_head<D>(x, a.qkv, (size_t)row * (h + 2 * g) * D, i < gqa ? head * gqa + i : h + (i - gqa) * g + head, lane);
 }
 
 /* That item: queries -> query, rotated; the key -> nt, rotated. A warp; v: D floats of its own. */
-template <int D, bool FP4> SITS_DEV void prepare_rotated(float (&x)[D / 32], const k_attn_decode &a, int i, float *v,
+template <int D, bool FP4> SITS_DEV void prepare_rotated(float (&x)[D / 32], const k_attn_decode &a, int gqa, int i, float *v,
                                                          const float2 (&angle)[D / 32], __half *query, new_token *nt, int lane) {
-  const int gqa = a.kv.n_heads / a.kv.n_kv_heads;
 #pragma unroll
   for (int j = 0; j < D / 32; j++) v[lane + j * 32] = x[j];
   __syncwarp();
@@ -399,7 +399,7 @@ template <int D, bool FP4, bool ADD> SITS_DEV void spill_state(state<D> &st, flo
     for (int e = 0; e < 4; e++) {
       const float *off = st.off[i / 2];
       float x = FP4 ? FP4_SCALES * st.o[i][e]
-                    : SCALES * fmaf(st.o[i][e], e < 2 ? ROW0 : ROW8, (off[2 + (e & 1)] - off[e & 1]) * ZERO);
+                    : fmaf(st.o[i][e], SCALES * (e < 2 ? ROW0 : ROW8), (off[2 + (e & 1)] - off[e & 1]) * (SCALES * ZERO));
       float *to = r + (e & 1) * ROW + i * 16 + g + (e >> 1) * 8;
       if (ADD) x = x * mine[e & 1] + *to * other[e & 1];
       *to = x;

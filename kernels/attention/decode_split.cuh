@@ -104,9 +104,9 @@ SITS_DEV int add_acq_rel(int *counter, int by) {
 /* Sums of a CTA's warps, rows of heads [8 N / rows][rows], -> output, or the part is handed over and the last CTA of the segment merges the
  * parts. N_WARPS warps that `sync` keeps together. */
 template <int D, int N_WARPS, int N, class S>
-SITS_DEV void flush_segment(const k_attn_decode &a, const segment &g, const share &mine, const float *sums, int rows, int *flag,
+SITS_DEV void flush_segment(const k_attn_decode &a, int gqa, const segment &g, const share &mine, const float *sums, int rows, int *flag,
                             bool is_first, S sync) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, gqa = a.kv.n_heads / a.kv.n_kv_heads;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const bool begins_here = g.first_unit >= mine.begin, ends_here = g.first_unit + g.n_units <= mine.end;
   const int cta_first = begins_here ? (int)blockIdx.x : mine.first_cta, cta_last = ends_here ? (int)blockIdx.x : mine.last_cta;
   const int first_slot = begins_here ? 2 * (int)blockIdx.x + (is_first ? 0 : 1) : mine.first_slot;
