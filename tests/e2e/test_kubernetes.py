@@ -3,6 +3,7 @@ prometheus-operator (PyPI: cloudcoil-models-prometheus-operator), the other cust
 against crd_schemas.yaml; and rolling a deployment under load, played on local processes by its own manifest, loses no request."""
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -186,6 +187,10 @@ def test_followers_find_their_leader_and_outlive_its_drain():
     for key in ("image", "env", "securityContext", "volumeMounts", "resources"):
         assert theirs[key] == ours[key], key
     assert int(theirs["lifecycle"]["preStop"]["exec"]["command"][1]) > 5 + 30
+    shown = subprocess.run([BIN / "sits2026d", "--print-config"], capture_output=True, text=True).stdout
+    wait = float(re.search(r"^node-connect-timeout-s: (\S+)$", shown, re.M).group(1))
+    startup = ours["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= wait + 600  # the others come, then the model is read
     service = next(o for o in objects if o["kind"] == "Service")
     assert not service["spec"]["selector"].items() <= worker["metadata"]["labels"].items()  # it serves nothing
     policy = next(o for o in objects if o["kind"] == "NetworkPolicy" and o["metadata"]["name"] == "sits2026-group")["spec"]
