@@ -225,6 +225,12 @@ def test_echo_with_the_prompts_own_logprobs(tiny):
     n_prompt = answer["usage"]["prompt_tokens"]
     assert len(lists["tokens"]) == n_prompt + 5 and lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
     assert all(v < 0 for v in lists["token_logprobs"][1:])
+    assert lists["tokens"][:2] == ["<s>", " Once"] and lists["text_offset"][:2] == [0, 0]  # neither <s> nor the space is in the text
+    for token, offset in zip(lists["tokens"][2:], lists["text_offset"][2:]):
+        assert choice["text"][offset:offset + len(token)] == token
+    lists_written = tiny.complete(prompt="a<s> b\u00e9", max_tokens=1, logprobs=1, echo=True)[1]["choices"][0]["logprobs"]
+    assert lists_written["tokens"][:6] == ["<s>", " a", "<s>", " ", " b", "\u00e9"]
+    assert lists_written["text_offset"] == [0, 0, 1, 4, 5, 6, 7]  # the second <s> is in the text, the tokenizer's own spaces are not
     assert lists["token_logprobs"][n_prompt:] == plain["choices"][0]["logprobs"]["token_logprobs"]
     _, scored = tiny.complete(prompt="Once upon a time", max_tokens=0, logprobs=1, echo=True)
     assert scored["choices"][0]["text"] == "Once upon a time" and scored["usage"]["completion_tokens"] == 0

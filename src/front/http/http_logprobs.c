@@ -95,9 +95,32 @@ static void append_legacy_top(struct http_reply *reply, const struct api_token *
   buf_append_char(out, '}');
 }
 
+static int64_t count_chars(const char *text, size_t n_bytes)
+{
+  int64_t n = 0;
+  for (size_t i = 0; i < n_bytes; i++) n += ((unsigned char)text[i] & 0xC0) != 0x80;
+  return n;
+}
+
+/* Bytes of an echoed text, whose rest is given, that a token of the prompt stands for. The text is what the client wrote: a special token
+ * counts where it is written out, and a space that the tokenizer puts before words does not. */
+static size_t echoed_bytes(struct http_reply *reply, int32_t id, const char *rest, size_t n_rest)
+{
+  struct buf *bytes = &reply->scratch;
+  buf_clear(bytes);
+  tokenizer_token_bytes(reply->tokenizer, id, false, bytes);
+  const char *data = bytes->data ? bytes->data : "";
+  size_t n = bytes->size;
+  if (n <= n_rest && !memcmp(rest, data, n)) return n;
+  if (data[0] == ' ' && n - 1 <= n_rest && !memcmp(rest, data + 1, n - 1)) return n - 1;
+  if (tokenizer_is_special(reply->tokenizer, id)) return 0;
+  return n < n_rest ? n : n_rest; /* normalised: about so many */
+}
+
 void http_logprobs_append_legacy(struct http_reply *reply, struct http_choice *choice, const struct api_delta *delta)
 {
   struct buf *lists = choice->logprobs;
+  size_t n_echoed = 0;
   for (int32_t i = 0; i < delta->n_tokens; i++) {
     const struct api_token *token = &delta->tokens[i];
     for (int l = 0; l < 4; l++)
@@ -113,10 +136,18 @@ void http_logprobs_append_legacy(struct http_reply *reply, struct http_choice *c
       append_legacy_top(reply, token, &lists[2]);
     }
     buf_printf(&lists[3], "%lld", (long long)choice->n_chars);
-    buf_clear(&reply->scratch);
-    tokenizer_token_bytes(reply->tokenizer, token->id, reply->skip_special, &reply->scratch);
-    for (size_t b = 0; b < reply->scratch.size; b++) choice->n_chars += ((unsigned char)reply->scratch.data[b] & 0xC0) != 0x80;
+    if (delta->is_echo) {
+      const char *rest = delta->text + n_echoed;
+      size_t n_bytes = echoed_bytes(reply, token->id, rest, delta->n_bytes - n_echoed);
+      choice->n_chars += count_chars(rest, n_bytes);
+      n_echoed += n_bytes;
+    } else {
+      buf_clear(&reply->scratch);
+      tokenizer_token_bytes(reply->tokenizer, token->id, reply->skip_special, &reply->scratch);
+      choice->n_chars += count_chars(reply->scratch.data, reply->scratch.size);
+    }
   }
+  if (delta->is_echo) choice->n_chars = count_chars(delta->text, delta->n_bytes);
 }
 
 void http_logprobs_append_legacy_object(const struct buf lists[4], struct buf *out)
