@@ -290,7 +290,9 @@ struct k_convert {
   const void *x;              /* [T][ld] */
   int32_t ld, n_rows, width;
   struct k_act out;
+  int32_t n_walking;          /* most CTAs that may walk over rows, two an SM (sm_90); 0: a CTA a row */
 };
+int sits_k_convert_init(void);
 int sits_k_convert(const struct k_convert *args, struct k_stream at);
 
 /* y[t][c] += bias[c], f16; y [T][width] contiguous. */

@@ -166,6 +166,13 @@ SITS_DEV float exp2_fast(float x) {
   return r;
 }
 
+/* 1 / x by the special function unit: 1 ulp, denormals count as zeros; infinity gives 0. */
+SITS_DEV float inverse_fast(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 /* ---- reductions in a warp ---- */
 SITS_DEV float warp_sum(float v) {
 #pragma unroll

@@ -113,7 +113,7 @@ static void run_norms(void) {
   }
 }
 
-static void run_convert(int32_t n_rows, int32_t width, enum k_act_source source) {
+static void run_convert(int32_t n_rows, int32_t width, enum k_act_source source, int32_t n_walking) {
   const int32_t padded = k_blocks(width) * 128, ld = source == K_SRC_F16 ? width : 2 * width;
   const size_t n = (size_t)n_rows * ld, size = (size_t)n_rows * padded;
   uint16_t *half = host_alloc(n * 2);
@@ -126,11 +126,11 @@ static void run_convert(int32_t n_rows, int32_t width, enum k_act_source source)
       want[(size_t)r * padded + c] = source == K_SRC_F16 ? row[c] : g / (1.f + expf(-g)) * u;
     }
   void *dev = source == K_SRC_F32_GATE_UP ? gpu_copy(x, n * 4) : gpu_copy(half, n * 2);
-  const struct k_convert a = {source, dev, ld, n_rows, width, make_act(K_ACT_ROW_E4M3, n_rows, width)};
+  const struct k_convert a = {source, dev, ld, n_rows, width, make_act(K_ACT_ROW_E4M3, n_rows, width), n_walking};
   gpu_check_call(sits_k_convert(&a, gpu_stream()), "sits_k_convert");
   (void)read_act(&a.out, n_rows, width, want, got);
   double error = relative_error(got, want, size);
-  verdict(error < 0.035, "convert %dx%d source %d to e4m3: %.3f", n_rows, width, source, error);
+  verdict(error < 0.035, "convert %dx%d source %d to e4m3, %d walking: %.3f", n_rows, width, source, n_walking, error);
   gpu_release_all();
 }
 
@@ -384,13 +384,18 @@ static void run_sample_edges(void) {
 
 int main(void) {
   gpu_open();
+  gpu_check_call(sits_k_convert_init(), "init");
   run_norms();
-  run_convert(3, 172 / 4 * 4 - 4, K_SRC_F16);
-  run_convert(9, 4096, K_SRC_F16);
-  run_convert(5, 14336, K_SRC_F16_GATE_UP);
-  run_convert(4, 1536, K_SRC_F32_GATE_UP);
-  run_convert(300, 14336, K_SRC_F16_GATE_UP);
-  run_convert(257, 8200, K_SRC_F16_GATE_UP);
+  run_convert(3, 172 / 4 * 4 - 4, K_SRC_F16, 0);
+  run_convert(9, 4096, K_SRC_F16, 0);
+  run_convert(5, 14336, K_SRC_F16_GATE_UP, 0);
+  run_convert(4, 1536, K_SRC_F32_GATE_UP, 0);
+  run_convert(300, 14336, K_SRC_F16_GATE_UP, 0);
+  run_convert(257, 8200, K_SRC_F16_GATE_UP, 0);
+  run_convert(300, 14336, K_SRC_F16_GATE_UP, 264); /* of two rows each, one, and none */
+  run_convert(257, 8200, K_SRC_F16_GATE_UP, 264);
+  run_convert(1000, 1544, K_SRC_F16_GATE_UP, 7);
+  run_convert(256, 8, K_SRC_F16_GATE_UP, 1);
   run_round(3, 576, K_ROUND_INT8, 0, 0, 0);
   run_round(5, 576, K_ROUND_INT8, 0, 64, 8);
   run_round(33, 1536, K_ROUND_INT4, 0, 512, 0);

@@ -74,6 +74,7 @@ static int init_kernels(void)
   if (!e) e = sits_k_attn_decode_init();
   if (!e) e = sits_k_attn_few_init();
   if (!e) e = sits_k_attn_sparse_init();
+  if (!e) e = sits_k_convert_init();
   if (!e) e = sits_k_kv_fold_init();
   if (!e) e = sits_k_attn_prefill_init();
   if (!e) e = sits_k_attn_prefill_sm90_init();

@@ -221,7 +221,8 @@ enum sits_status cuda_gemm_swiglu(struct backend_program *p, const struct cuda_w
   enum k_act_source source;
   const enum sits_status status = cuda_gemm(p, w, n, x, CUDA_GEMM_SWIGLU, NULL, NULL, &source, at);
   if (status != SITS_OK) return status;
-  const struct k_convert convert = {source, p->gate_up, source == K_SRC_F16 ? width : 2 * width, n, width, *out};
+  const int32_t n_walking = p->backend->compute_major == 9 ? 2 * p->backend->n_sm : 0;
+  const struct k_convert convert = {source, p->gate_up, source == K_SRC_F16 ? width : 2 * width, n, width, *out, n_walking};
   return CUDA_CALL(p->backend, sits_k_convert(&convert, at));
 }
 

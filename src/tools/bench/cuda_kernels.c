@@ -463,9 +463,10 @@ static void many_tokens(struct lab *lab)
   }
 }
 
-/* ---- prefill attention: one sequence whose tokens are all new ---- */
+/* ---- a prompt: attention and the kernels around it, one sequence whose tokens are all new ---- */
 
-enum { PREFILL_MMA, PREFILL_WGMMA, PREFILL_GROUPS, PREFILL_FOLD, PREFILL_GATHER }; /* GROUPS: wgmma with int4's own groups */
+/* GROUPS: wgmma with int4's own groups */
+enum { PREFILL_MMA, PREFILL_WGMMA, PREFILL_GROUPS, PREFILL_APPEND, PREFILL_FOLD, PREFILL_GATHER };
 
 static void prefill_body(struct lab *lab, const void *arg, bool pdl)
 {
@@ -491,12 +492,31 @@ static void prefill_body(struct lab *lab, const void *arg, bool pdl)
   const struct k_kv_gather gather = {.kv = view, .n_seqs = 1, .offset = p.offset, .max_pages = (a->n_tokens + 63) / 64,
                                      .capacity = capacity, .k = at + 2 * rows, .v = at + 2 * rows + keys, .is_tiled = true,
                                      .exact = at + 2 * rows + 3 * keys, .exact_capacity = p.exact_capacity};
+  const struct k_rope_append append = {.kv = view,
+                                       .rope = {lab->gain, 1.f, D, false},
+                                       .qkv = {.rows = view.pool + (512 << 20)},
+                                       .eps = 1e-5f,
+                                       .q = at};
   for (int l = 0; l < 4; l++)
     check(lab, a->which == PREFILL_MMA      ? sits_k_attn_prefill(&p, at_of(lab, pdl))
+               : a->which == PREFILL_APPEND ? sits_k_rope_append(&append, at_of(lab, pdl))
                : a->which == PREFILL_FOLD   ? sits_k_kv_fold(&view, at_of(lab, pdl))
                : a->which == PREFILL_GATHER ? sits_k_kv_gather(&gather, at_of(lab, pdl))
                                             : sits_k_attn_prefill_sm90(&p, lab->n_sm, at_of(lab, pdl)),
           "prefill");
+}
+
+/* SwiGLU in e4m3 of rows that are not in the L2. */
+static void swiglu_body(struct lab *lab, const void *arg, bool pdl)
+{
+  const struct decode_arg *a = arg;
+  uint8_t *out = lab->kv + (((int64_t)KV_GIB - 1) << 30);
+  const struct k_act act = {.form = K_ACT_ROW_E4M3, .data = out, .scale = (float *)(out + (512 << 20))};
+  for (int l = 0; l < 4; l++) {
+    const struct k_convert convert = {K_SRC_F16_GATE_UP, lab->kv + (int64_t)l * a->n_tokens * F * 4, 2 * F, a->n_tokens, F, act,
+                                      a->which * lab->n_sm};
+    check(lab, sits_k_convert(&convert, at_of(lab, pdl)), "swiglu");
+  }
 }
 
 static void set_prompt(struct lab *lab, int32_t length)
@@ -516,17 +536,26 @@ static void set_prompt(struct lab *lab, int32_t length)
 
 static void prefill_attention(struct lab *lab)
 {
-  static const int32_t lengths[] = {2048, 8192, 30720};
-  static const char *const what[] = {"mma.sync", "wgmma", "wgmma, int4", "fold", "gather"};
+  static const int32_t lengths[] = {1024, 2048, 8192, 30720};
+  static const char *const what[] = {"mma.sync", "wgmma", "wgmma, int4", "append", "fold", "gather"};
   char name[64];
+  for (int32_t n = 1024; n <= 2048; n *= 2)
+    for (int which = 0; which <= 2; which += 2) {
+      const struct decode_arg arg = {.n_tokens = n, .which = which};
+      snprintf(name, sizeof name, "prefill SwiGLU %d, %s", n, which ? "walking" : "a CTA a row");
+      report(lab, name, swiglu_body, &arg, 4, (double)n * F * 5, 0);
+    }
   for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
     set_prompt(lab, lengths[i]);
     for (int which = PREFILL_MMA; which <= PREFILL_GATHER; which++) {
       const struct decode_arg arg = {lengths[i], which, false, 0, which >= PREFILL_GROUPS ? K_KV_INT4 : K_KV_F16};
-      if (which == PREFILL_MMA && i > 0) continue;
-      const bool multiplies = which < PREFILL_FOLD;
-      const double n = lengths[i], moved = which == PREFILL_GATHER ? 5.0 * G * D * 2 : which == PREFILL_FOLD ? 1.3 * G * D * 2 : 0;
-      snprintf(name, sizeof name, "prefill attention %d, %s", lengths[i], what[which]);
+      if (which == PREFILL_MMA && lengths[i] != 2048) continue;
+      const bool multiplies = which < PREFILL_APPEND;
+      const double n = lengths[i], moved = which == PREFILL_GATHER   ? 5.0 * G * D * 2
+                                           : which == PREFILL_FOLD   ? 1.3 * G * D * 2
+                                           : which == PREFILL_APPEND ? (4.0 * H + 6.3 * G) * D
+                                                                     : 0;
+      snprintf(name, sizeof name, "prefill %s %d, %s", multiplies ? "attention" : "around it", lengths[i], what[which]);
       report(lab, name, prefill_body, &arg, 4, multiplies ? n * (2 * H + 2 * G) * D * 2 : n * moved, multiplies ? 2.0 * n * n * H * D : 0);
     }
   }
@@ -551,6 +580,7 @@ int bench_kernels(int argc, char **argv)
   if (!lab.failed) check(&lab, sits_k_w4a8_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_decode_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_few_init(), "init");
+  if (!lab.failed) check(&lab, sits_k_convert_init(), "init");
   if (!lab.failed) check(&lab, sits_k_kv_fold_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_init(), "init");
   if (!lab.failed) check(&lab, sits_k_attn_prefill_sm90_init(), "init");
