@@ -340,6 +340,8 @@ template <int LANES, int C, int N> SITS_DEV void group_sums(float (&sum)[C], con
 
 /* rintf of what is clamped to less than 2^22 afterwards, without the slow pipe. */
 SITS_DEV float round_even(float x) { return __fadd_rn(__fadd_rn(x, 12582912.f), -12582912.f); }
+/* A whole number from 0 to 15, likewise. */
+SITS_DEV uint32_t small_int(float x) { return __float_as_uint(__fadd_rn(x, 8388608.f)) & 15u; }
 /* 1 / b and a / b as the division rounds them, for scales b > 0: no call for what lies at the ends of the range. */
 SITS_DEV float inverse_of(float b) {
   float y;
@@ -364,17 +366,18 @@ SITS_DEV void quantise_u4(const float (&x)[N], int n, int lane, uint32_t (&code)
     high = k ? fmaxf(high, v) : v, low = k ? fminf(low, w) : w;
   }
   high = group_max<LANES>(high), low = -group_max<LANES>(-low);
-  const float size = fmaxf(-low, high), span = (high - low) / 15.f, least = size / 120.f;
+  const float size = fmaxf(-low, high), span = quotient(high - low, 15.f, 1.f / 15.f), least = quotient(size, 120.f, 1.f / 120.f);
   const uint32_t first = scale_code(fmaxf(span, least));
   float best = INFINITY, best_scale = 0.f, best_zero = 0.f;
   uint32_t best_code = first;
 #pragma unroll 1
   for (int i = 0; i < 3; i++) {
     const uint32_t c = min(first + i, 255u);
-    const float s = scale_value(c), inverse = s > 0.f ? 1.f / s : 0.f, middle = s > 0.f ? rintf(-low / s) : 0.f;
+    const float s = scale_value(c), y = inverse_of(s), inverse = s > 0.f ? y : 0.f,
+                middle = s > 0.f ? round_even(quotient(-low, s, y)) : 0.f;
     float q[N];
 #pragma unroll
-    for (int k = 0; k < N; k++) q[k] = rintf(x[k] * inverse);
+    for (int k = 0; k < N; k++) q[k] = round_even(x[k] * inverse);
 #pragma unroll
     for (int shift = -1; shift <= 1; shift++) {
       const float z = fminf(fmaxf(middle + (float)shift, -128.f), 127.f), least_q = -z, most_q = 15.f - z;
@@ -388,11 +391,11 @@ SITS_DEV void quantise_u4(const float (&x)[N], int n, int lane, uint32_t (&code)
       if (error < best) best = error, best_code = c, best_scale = s, best_zero = z; /* the last code again changes nothing */
     }
   }
-  const float inverse = best_scale > 0.f ? 1.f / best_scale : 0.f;
+  const float inverse = best_scale > 0.f ? inverse_of(best_scale) : 0.f;
 #pragma unroll
   for (int k = 0; k < N; k++) {
-    const float q = fminf(fmaxf(rintf(x[k] * inverse) + best_zero, 0.f), 15.f);
-    code[k] = ALL || first_value + LANES * k < n ? (uint32_t)(int)q : 0u;
+    const float q = fminf(fmaxf(round_even(x[k] * inverse) + best_zero, 0.f), 15.f);
+    code[k] = ALL || first_value + LANES * k < n ? small_int(q) : 0u;
   }
   *scale = best_code, *zero = (int)best_zero;
 }

@@ -5,7 +5,8 @@
  * Work split: grid.x takes eight tokens (up to 512 tokens: one). grid.y < G: one KV head; a token that is the first of its 16-token
  *   block in this step brings the whole block (up to 16 tokens of one sequence), because words of int4 and fp4 hold nibbles of several
  *   tokens; the others are skipped. Words of a block that the step covers in part keep their other nibbles. grid.y >= G: query heads, see
- *   rotate_queries and, for whole heads of many tokens, rotate_wide. The KV heads come first because they take longest.
+ *   rotate_queries. The KV heads come first because they take longest. Whole heads of many tokens with int4: a CTA takes the values of two
+ *   or four KV heads (append_values), others query and key heads (rotate_wide).
  *   In a decode step (one token a sequence, f16 or int8, D 64 or 128) grid.y counts four KV heads at a time, and a warp takes one k or v
  *   by itself.
  * Shared memory: 8 warps * D * 4 bytes, and for nibbles 16 * D codes.
@@ -149,13 +150,15 @@ SITS_DEV void store_fresh(const k_rope_append &p, const float *v, int t, int hea
   for (int e = lane; e < d; e += 32) to[e] = __float2half_rn(saturate(v[e]));
 }
 
-/* Codes [16][D] of a block's values in shared memory -> folded words of the tile; all threads. old: what this thread's first word held. */
-SITS_DEV void store_words(bool is_fp4, uint8_t *tile, const uint8_t *codes, int d, int block, int first, int n, uint32_t old) {
+/* Codes [16][D] of a block's values in shared memory -> folded words of the tile, by n_threads threads. old: what this one's first word
+ * held. */
+SITS_DEV void store_words(bool is_fp4, uint8_t *tile, const uint8_t *codes, int d, int block, int first, int n, uint32_t old, int thread,
+                          int n_threads) {
   const bool is_whole = n == 16;
-  for (int i = threadIdx.x; i < 2 * d; i += blockDim.x) { /* channels dd, dd+8, tokens 2t, 2t+1, 2t+8, 2t+9 */
+  for (int i = thread; i < 2 * d; i += n_threads) { /* channels dd, dd+8, tokens 2t, 2t+1, 2t+8, 2t+9 */
     int t = i & 3, dd = (i >> 2 & 7) + (i >> 5) * 16;
     uint32_t *at = (uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, dd).word_bytes);
-    uint32_t w = is_whole ? 0 : i == (int)threadIdx.x ? old : *at;
+    uint32_t w = is_whole ? 0 : i == thread ? old : *at;
     for (int r = 0; r < 4; r++) {
       int tk = 2 * t + (r & 1) + (r >> 1) * 8;
       if (tk < first || tk >= first + n) continue;
@@ -163,6 +166,12 @@ SITS_DEV void store_words(bool is_fp4, uint8_t *tile, const uint8_t *codes, int 
     }
     *at = w;
   }
+}
+
+/* What the first of those words holds. */
+SITS_DEV uint32_t former_word(const uint8_t *tile, int d, int block, int thread) {
+  const int t = thread & 3;
+  return __ldcg((const uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, (thread >> 2 & 7) + (thread >> 5) * 16).word_bytes));
 }
 
 /* Is token t the first of its 16-token block in this step? */
@@ -173,9 +182,8 @@ SITS_DEV bool begins_block(const k_rope_append &p, int t) {
   return (kv.positions[t] & 15) == 0 || t == kv.seq_start[s];
 }
 
-/* The whole 16-token block that begins with token t0 in this step. The CTA. WIDE: the keys are
- * rotate_wide's. */
-template <int D, bool WIDE>
+/* The whole 16-token block that begins with token t0 in this step. The CTA. */
+template <int D>
 SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int t0, int head, int warp, int lane) {
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim;
@@ -185,30 +193,26 @@ SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int
   uint8_t *tile = kv::page_tile(kv, page, kv.layer, head);
   uint32_t old = 0; /* fetched here so that it arrives while the codes are made */
   const bool has_nibbles = k_kv_has_nibbles(kv.codec), is_fp4 = kv.codec == K_KV_FP4;
-  if (D > 0 && has_nibbles && n < 16 && (int)threadIdx.x < 2 * d) {
-    const int i = threadIdx.x, t = i & 3;
-    old = __ldcg((const uint32_t *)(tile + kv::v_place(d, block * 16 + 2 * t, (i >> 2 & 7) + (i >> 5) * 16).word_bytes));
-  }
+  if (D > 0 && has_nibbles && n < 16 && (int)threadIdx.x < 2 * d) old = former_word(tile, d, block, threadIdx.x);
   if constexpr (D > 0) {
-    constexpr int EACH = WIDE ? 1 : 2, TURNS = 16 * EACH / WARPS; /* a warp's vectors: fetched together, then finished one by one */
+    constexpr int TURNS = 2 * 16 / WARPS; /* a warp's vectors: fetched together, then finished one by one */
     float x[TURNS][D / 32];
 #pragma unroll
     for (int c = 0; c < TURNS; c++) {
       const int i = warp + c * WARPS;
-      if (i < EACH * n) fetch_head<D>(x[c], p, t0 + i / EACH, kv.n_heads + (WIDE || i & 1 ? kv.n_kv_heads : 0) + head, lane);
+      if (i < 2 * n) fetch_head<D>(x[c], p, t0 + i / 2, kv.n_heads + (i & 1 ? kv.n_kv_heads : 0) + head, lane);
     }
 #pragma unroll
     for (int c = 0; c < TURNS; c++) {
-      const int i = warp + c * WARPS, is_value = WIDE || i & 1, slot = slot0 + i / EACH;
-      if (i >= EACH * n) break;
-      const angles<D> turn = WIDE ? angles<D>{} : angles_at<D>(p, position + i / EACH, lane);
-      finish_head<D>(x[c], v, p, turn, kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
+      const int i = warp + c * WARPS, is_value = i & 1, slot = slot0 + i / 2;
+      if (i >= 2 * n) break;
+      finish_head<D>(x[c], v, p, angles_at<D>(p, position + i / 2, lane), kv.n_heads + (is_value ? kv.n_kv_heads : 0) + head, lane);
       if (!has_nibbles)
         store_plain(p, tile, v, slot, is_value, lane);
       else if (is_value)
         kv::quantise_value(is_fp4, tile, v, codes + (slot & 15) * D, D, slot, lane);
       else
-        store_fresh(p, v, t0 + i / EACH, head, lane);
+        store_fresh(p, v, t0 + i / 2, head, lane);
     }
   } else { /* every codec stores these head sizes token by token */
     for (int i = warp; i < 2 * n; i += WARPS) {
@@ -224,7 +228,76 @@ SITS_DEV void append_block(const k_rope_append &p, float *v, uint8_t *codes, int
   }
   if (D == 0 || !has_nibbles) return;
   __syncthreads();
-  store_words(is_fp4, tile, codes, d, block, first, n, old);
+  store_words(is_fp4, tile, codes, d, block, first, n, old, threadIdx.x, THREADS);
+  __syncthreads();
+}
+
+/* A vector's values as append_values holds them, two lanes a group of 32 channels, times the Walsh-Hadamard matrix: sums in the order of
+ * hadamard_lanes. */
+template <int D> SITS_DEV void hadamard_pairs(float (&x)[16], int lane) {
+  const auto across = [&](int d) {
+    const float sign = lane & d ? -1.f : 1.f;
+#pragma unroll
+    for (int k = 0; k < 16; k++) x[k] = fmaf(x[k], sign, __shfl_xor_sync(~0u, x[k], d));
+  };
+  across(1);
+#pragma unroll
+  for (int d = 1; d < 16; d <<= 1)
+#pragma unroll
+    for (int k = 0; k < 16; k++)
+      if (!(k & d)) {
+        const float a = x[k], b = x[k | d];
+        x[k] = a + b, x[k | d] = a - b;
+      }
+#pragma unroll
+  for (int d = 2; d < D / 16; d <<= 1) across(d);
+#pragma unroll
+  for (int k = 0; k < 16; k++) x[k] *= rsqrtf((float)D);
+}
+
+/* int4's values of the 16-token block that begins with token t0 in this step, of as many heads as the CTA has warps for; the keys are
+ * rotate_wide's. Two lanes hold a group of 32 channels, one the even and one the odd ones, so that a warp has four or eight vectors and
+ * shares what a group costs once. */
+template <int D> SITS_DEV void append_values(const k_rope_append &p, uint8_t *codes, int t0, int warp, int lane) {
+  constexpr int LANES = D / 16, EACH = 32 / LANES, OF_HEAD = 16 / EACH; /* lanes of a vector, vectors of a warp, warps of a head */
+  const k_kv_view &kv = p.kv;
+  const int s = kv.token_seq[t0], position = kv.positions[t0], head = blockIdx.y * (WARPS / OF_HEAD) + warp / OF_HEAD;
+  const int n = min(kv.seq_start[s + 1] - t0, 16 - (position & 15)), slot0 = position & (K_PAGE_TOKENS - 1), block = slot0 >> 4;
+  const int i = warp % OF_HEAD * EACH + lane / LANES, group = lane % LANES >> 1, thread = threadIdx.x % (32 * OF_HEAD);
+  const bool is_head = head < kv.n_kv_heads;
+  uint8_t *tile = kv::page_tile(kv, kv.block_table[(size_t)s * kv.table_stride + position / K_PAGE_TOKENS], kv.layer, is_head ? head : 0);
+  const uint32_t old = n < 16 && is_head ? former_word(tile, D, block, thread) : 0;
+  const int row = kv.n_heads + kv.n_kv_heads + head;
+  uint4 words[4] = {};
+  if (i < n && is_head) {
+    const size_t at = ((size_t)(t0 + i) * (kv.n_heads + 2 * kv.n_kv_heads) + row) * D;
+    const uint4 *from = (const uint4 *)((const __half *)p.qkv.rows + at) + group * 4;
+#pragma unroll
+    for (int k = 0; k < 4; k++) words[k] = __ldcg(from + k);
+  }
+  float x[16];
+#pragma unroll
+  for (int k = 0; k < 16; k++) {
+    const float2 both = half2_to_float2((&words[k >> 2].x)[k & 3]);
+    x[k] = lane & 1 ? both.y : both.x;
+  }
+  hadamard_pairs<D>(x, lane);
+  uint32_t code[16], scale;
+  int zero;
+  kv::quantise_u4<2, 16, true>(x, 32, lane, code, &scale, &zero);
+  codes += warp / OF_HEAD * 16 * D;
+  if (i < n && is_head) {
+    uint8_t *to = codes + ((slot0 & 15) + i) * D + group * 32 + (lane & 1);
+#pragma unroll
+    for (int k = 0; k < 16; k++) to[2 * k] = (uint8_t)code[k];
+    const int at = kv::v_scale(false, D, slot0 + i, group);
+    if (lane & 1)
+      tile[at + kv::v_zero_distance(D)] = (uint8_t)(zero + 128);
+    else
+      tile[at] = (uint8_t)scale;
+  }
+  __syncthreads();
+  if (is_head) store_words(false, tile, codes, D, block, slot0 & 15, n, old, thread, 32 * OF_HEAD);
   __syncthreads();
 }
 
@@ -331,16 +404,22 @@ template <int D> SITS_DEV void rotate_wide(const k_rope_append &p, int part, int
   }
 }
 
+/* CTAs of the grid's y that append: of a KV head each, of several where a warp takes more than one vector, or several warps a head. */
+__host__ __device__ int kv_rows_of(const k_kv_view &kv, bool is_single, bool is_wide) {
+  const int each = is_single ? KV_HEADS : is_wide ? WARPS * 32 / kv.head_dim : 1;
+  return (kv.n_kv_heads + each - 1) / each;
+}
+
 /* is_single: every sequence has one token in the step, and a CTA takes the k and v of KV_HEADS heads. */
 template <int D, bool WIDE>
-__global__ void __launch_bounds__(THREADS, WIDE ? 4 : 3) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta,
+__global__ void __launch_bounds__(THREADS, 3) rope_append_kernel(const __grid_constant__ k_rope_append p, int per_cta,
                                                                             bool is_single) {
   extern __shared__ __align__(16) float shared[];
   grid_trigger();
   const k_kv_view &kv = p.kv;
   const int d = kv.head_dim, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float *v = shared + warp * d;
-  const int kv_rows = is_single ? (kv.n_kv_heads + KV_HEADS - 1) / KV_HEADS : kv.n_kv_heads;
+  const int kv_rows = kv_rows_of(kv, is_single, WIDE);
   if ((int)blockIdx.y >= kv_rows) {
     if constexpr (WIDE)
       rotate_wide<D>(p, blockIdx.y - kv_rows, warp, lane);
@@ -357,7 +436,13 @@ __global__ void __launch_bounds__(THREADS, WIDE ? 4 : 3) rope_append_kernel(cons
       if (starts && head < kv.n_kv_heads) append_one<D>(p, v, blockIdx.x, head, warp & 1, lane);
       return;
     }
-  for (; starts; starts &= starts - 1) append_block<D, WIDE>(p, v, codes, blockIdx.x * per_cta + __ffs(starts) - 1, blockIdx.y, warp, lane);
+  for (; starts; starts &= starts - 1) {
+    const int t0 = blockIdx.x * per_cta + __ffs(starts) - 1;
+    if constexpr (WIDE)
+      append_values<D>(p, (uint8_t *)shared, t0, warp, lane);
+    else
+      append_block<D>(p, v, codes, t0, blockIdx.y, warp, lane);
+  }
 }
 
 } // namespace
@@ -366,7 +451,6 @@ extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream
   const int d = a->kv.head_dim;
   const bool has_nibbles = k_kv_has_nibbles(a->kv.codec);
   if (d > MAX_D || (has_nibbles && (d % 2 || a->is_single))) return cudaErrorInvalidValue;
-  const size_t smem = (size_t)d * 4 * WARPS + (has_nibbles ? 16 * d : 0);
   /* Few tokens: a CTA per token, so that nothing is done in turn; many: a warp per token, or empty CTAs would cost more than the work. */
   const bool is_single = a->is_single && (d == 64 || d == 128);
   const int per_cta = a->kv.n_tokens <= 512 || is_single ? 1 : WARPS;
@@ -375,7 +459,8 @@ extern "C" int sits_k_rope_append(const struct k_rope_append *a, struct k_stream
   const int q_each = per_cta == 1 ? WARPS : is_wide ? WIDE_HEADS : Q_HEADS, q_heads = a->kv.n_heads + (is_wide ? a->kv.n_kv_heads : 0);
   const int q_rows = (q_heads + q_each - 1) / q_each;
   /* Single: a CTA per KV head would have six of eight warps without work and the grid two rounds for one. */
-  const int kv_rows = is_single ? (a->kv.n_kv_heads + KV_HEADS - 1) / KV_HEADS : a->kv.n_kv_heads;
+  const int kv_rows = kv_rows_of(a->kv, is_single, is_wide);
+  const size_t smem = is_wide ? (size_t)WARPS * 32 * 16 : (size_t)d * 4 * WARPS + (has_nibbles ? 16 * d : 0);
   return launch_kernel(d == 128  ? is_wide ? rope_append_kernel<128, true> : rope_append_kernel<128, false>
                        : d == 64 ? is_wide ? rope_append_kernel<64, true> : rope_append_kernel<64, false>
                                  : rope_append_kernel<0, false>,
