@@ -111,7 +111,7 @@ def test_all_parts_in_order(machine):
     assert {name for _, name in left_out} == {"pack", "forms", "faults", "nodes"} and len(left_out) == 16 and all(left_out.values())
     for step in steps:
         assert step["result"] == "left out" or (machine.out / step["log"]).read_text().startswith("$ "), step
-    assert re.search(r"^memcheck +11 +0 +4 ", out, re.M), out
+    assert re.search(r"^memcheck +12 +0 +4 ", out, re.M), out
 
 
 def test_two_gpus_run_what_wants_two(tmp_path):
