@@ -327,12 +327,12 @@ uint64_t source_file_bytes(const struct source *s)
 
 uint64_t source_fingerprint(const struct source *s)
 {
-  enum { SAMPLE = 4096 };
   uint64_t hash = source_file_bytes(s);
   for (int64_t i = 0; i < source_n_tensors(s); i++) {
     const struct sits_utd *t = source_tensor_at(s, i);
     hash = hash_mix(hash_bytes(hash, t->name, strlen(t->name)), (uint64_t)t->dtype);
-    hash = hash_bytes(hash, t->data, t->n_bytes < SAMPLE ? t->n_bytes : SAMPLE);
+    hash = hash_bulk(hash, t->data, t->n_bytes);
+    source_drop_pages(s, t);
   }
   return hash;
 }

@@ -48,8 +48,7 @@ const struct sits_utd *source_tensor(const struct source *source, const char *na
 void source_drop_pages(const struct source *source, const struct sits_utd *tensor);
 /* Bytes of all tensor files. */
 uint64_t source_file_bytes(const struct source *source);
-/* Of the files' sizes, and of each tensor's name, type and first bytes: another number for other weights in the same files, without
- * reading them all. */
+/* Of the files' sizes, and of each tensor's name, type and data, which are read for it: another number for other weights. */
 uint64_t source_fingerprint(const struct source *source);
 
 #endif

@@ -409,7 +409,7 @@ def test_a_cut_run_goes_on(n_kept, tmp_path):
 
 
 @needs_stories
-@pytest.mark.parametrize("changed", ["nothing", "weights", "text"])
+@pytest.mark.parametrize("changed", ["nothing", "weights", "one weight", "text"])
 def test_a_cut_run_is_not_taken_up_with_other_contents(changed, tmp_path):
     """Files of the same name and length, with other weights or another text in them."""
     model, text = tmp_path / "model", tmp_path / "text.txt"
@@ -423,10 +423,26 @@ def test_a_cut_run_is_not_taken_up_with_other_contents(changed, tmp_path):
         at = 8 + int.from_bytes(data[:8], "little")  # where tensors begin: signs turn round
         data[at:] = (np.frombuffer(bytes(data[at:]), dtype=np.float32) * np.float32(-0.5)).tobytes()
         weights.write_bytes(data)
+    if changed == "one weight":
+        at = 8 + int.from_bytes(data[:8], "little")  # the last one of the largest tensor
+        data[at + json.loads(data[8:at])["model.embed_tokens.weight"]["data_offsets"][1] - 1] ^= 1
+        weights.write_bytes(data)
     if changed == "text":
         text.write_bytes(TEXT.read_bytes()[60000:120000])
     made = compile_model(model, tmp_path / "s.bin", *args)
     assert ("earlier run" in made) == (changed == "nothing")
+
+
+@needs_stories
+def test_a_report_that_cannot_be_written_costs_no_run(tmp_path):
+    done = run("compile", STORIES / "hf", "-o", tmp_path / "s.bin", "--recipe", "w8a8", "--report", tmp_path)
+    assert done.returncode == 1 and "not a regular file" in done.stderr and not (tmp_path / "s.bin").exists()
+
+
+@pytest.mark.parametrize("tool,args", [("compile", ()), ("opt", ("--calibration", __file__))])
+def test_a_model_without_weights_is_refused(tool, args, tmp_path):
+    done = run(tool, "synthetic:tiny", "-o", tmp_path / "out", *args)
+    assert done.returncode == 1 and "has no weights" in done.stderr, (done.returncode, done.stderr)
 
 
 @needs_stories

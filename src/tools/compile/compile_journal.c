@@ -26,6 +26,7 @@ static enum sits_status io_error(const char *path, struct sits_error *err)
 enum sits_status compile_fingerprint(const struct source *source, const char *text_path, uint64_t *out, struct sits_error *err)
 {
   struct mapfile text = {0};
+  if (!source) return sits_fail_param(err, SITS_UNSUPPORTED, "model", "a synthetic model has no weights to work on");
   const enum sits_status status = text_path ? mapfile_open(&text, text_path, err) : SITS_OK;
   if (status) return status;
   *out = hash_bulk(source_fingerprint(source), text.data, text.n_bytes);

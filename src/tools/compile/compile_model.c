@@ -471,8 +471,8 @@ static enum sits_status open_journal(struct compilation *c, struct sits_error *e
   const struct compile_options *o = c->options;
   struct buf text;
   char key[24];
-  uint64_t inputs;
-  const enum sits_status status = compile_fingerprint(c->model->source, o->calibration, &inputs, err);
+  uint64_t inputs = 0;               /* nothing goes on without a folder */
+  const enum sits_status status = o->work ? compile_fingerprint(c->model->source, o->calibration, &inputs, err) : SITS_OK;
   if (status) return status;
   buf_init(&text, 1 << 20);
   const bool ok = option_write_yaml(&c->recipe.set, false, &text) &&
@@ -486,6 +486,7 @@ static enum sits_status open_journal(struct compilation *c, struct sits_error *e
 /* An engine file is no source, but for what sits2026-opt prepared: rotated, and not rounded yet. */
 static enum sits_status check_source(const struct compilation *c, struct sits_error *err)
 {
+  if (!c->model->source) return sits_fail_param(err, SITS_UNSUPPORTED, "model", "%.150s has no weights to compile", c->options->model);
   const json_t *meta = source_engine_meta(c->model->source);
   const char *stage = json_string_value(json_object_get(meta, "stage"));
   if (!meta || (stage && is_text(stage, "prepared"))) return SITS_OK;
@@ -509,6 +510,7 @@ enum sits_status compile_run(const struct compile_options *options, struct compi
   struct compilation c = {.options = options};
   const int64_t start_us = clock_monotonic_us();
   enum sits_status status = outfile_check(options->output, err); /* before hours of work, not behind them */
+  if (!status && options->report) status = outfile_check(options->report, err);
   if (status) return status;
   status = quant_recipe_load(options->recipe ? options->recipe : "w4a8", &c.recipe, err);
   if (status) return status;
