@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import re
+import struct
 import subprocess
 import sys
 
@@ -383,6 +384,49 @@ def test_the_file_decides_the_cache_unless_told(tmp_path):
     own = logits(tmp_path / "kv.bin", IDS, tmp_path)
     assert np.array_equal(own, logits(SMOL, IDS, tmp_path, "--kv-cache-dtype", "int8"))
     assert np.array_equal(logits(tmp_path / "kv.bin", IDS, tmp_path, "--kv-cache-dtype", "f16"), logits(SMOL, IDS, tmp_path))
+
+
+def hash_bulk(data):
+    """The header's checksum (src/base/hash.c)."""
+    mask = (1 << 64) - 1
+
+    def mix(a, b):
+        h = (a * 0x9E3779B97F4A7C15 + b) & mask
+        h = ((h ^ h >> 33) * 0xFF51AFD7ED558CCD) & mask
+        h = ((h ^ h >> 33) * 0xC4CEB9FE1A85EC53) & mask
+        return h ^ h >> 33
+
+    def step(lane, word):
+        lane = (lane + word * 0xC2B2AE3D27D4EB4F) & mask
+        return ((lane << 31 | lane >> 33) & mask) * 0x9E3779B185EBCA87 & mask
+    lanes, whole = [0, 0x9E3779B97F4A7C15, mask, 0xFF51AFD7ED558CCD], len(data) // 32 * 32
+    for at in range(0, whole, 32):
+        lanes = [step(lane, word) for lane, word in zip(lanes, struct.unpack_from("<4Q", data, at), strict=True)]
+    rest, h = data[whole:], mix(mix(*lanes[:2]), mix(*lanes[2:]))
+    h = mix(h, len(rest))
+    for at in range(0, len(rest) // 8 * 8, 8):
+        h = mix(h, int.from_bytes(rest[at:at + 8], "little"))
+    return mix(mix(h, int.from_bytes(rest[len(rest) // 8 * 8:], "little")), len(data))
+
+
+@needs_stories
+def test_inspect_prints_no_control_characters(tmp_path):
+    path = tmp_path / "s.bin"
+    compile_model(STORIES / "hf", path, "--recipe", "w8a8")
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[16:24], "little")
+    assert hash_bulk(bytes(data[40:40 + size])) == int.from_bytes(data[32:40], "little")
+    header = json.loads(data[40:40 + size])
+    header["meta"] |= {"a\x1b[2J": "b\x7f"}
+    header["meta"]["sites"][0] |= {"site": "\x1b]0;x", "act": "\x9b1m"}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    assert len(text) <= (40 + size + 4095) // 4096 * 4096 - 40
+    data[40:40 + len(text)] = text
+    data[16:24], data[32:40] = len(text).to_bytes(8, "little"), hash_bulk(text).to_bytes(8, "little")
+    path.write_bytes(data)
+    done = run("compile", "--inspect", path)
+    assert done.returncode == 0 and "checksums: good" in done.stdout, done.stderr
+    assert all(c == "\n" or " " <= c <= "~" for c in done.stdout), ascii(done.stdout[:600])
 
 
 # ---- runs that are cut ----

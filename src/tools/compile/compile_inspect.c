@@ -1,7 +1,10 @@
 /* `sits2026-compile --inspect FILE`: what an engine file holds. Entry point: compile_inspect. */
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
+#include "tensor/engine_format.h"
+#include "tensor/name_index.h"
 #include "tools/compile/compile.h"
 
 static const char *quant_text(const struct sits_utd *utd, char *out, size_t n_bytes)
@@ -13,22 +16,31 @@ static const char *quant_text(const struct sits_utd *utd, char *out, size_t n_by
   return out;
 }
 
+/* Text of a file that may come from anywhere, fit for a terminal. */
+static const char *shown(const char *text, char out[NAME_INDEX_MAX_PRINTED])
+{
+  return text ? name_printable(out, text, strlen(text)) : "?";
+}
+
 static void print_meta(const struct engine_file *file)
 {
   const json_t *meta = engine_file_meta(file), *sites = json_object_get(meta, "sites"), *value, *row;
   const char *key;
+  char first[NAME_INDEX_MAX_PRINTED], second[NAME_INDEX_MAX_PRINTED];
   size_t index;
   json_object_foreach((json_t *)meta, key, value) {
     if (value == sites) continue;
-    printf("%s: ", key);
-    json_dumpf(value, stdout, JSON_ENCODE_ANY | JSON_COMPACT);
-    printf("\n");
+    char *text = json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT | JSON_ENSURE_ASCII);
+    for (char *c = text; c && *c; c++)
+      if (*c == 0x7f) *c = '?'; /* the one control character that JSON leaves as it is */
+    printf("%s: %s\n", shown(key, first), text ? text : "?");
+    if (text) engine_free_json_text(text);
   }
   printf("sites: %zu\n", json_array_size(sites));
   json_array_foreach(sites, index, row) {
     const char *act = json_string_value(json_object_get(row, "act")), *site = json_string_value(json_object_get(row, "site"));
-    printf("  layer %-4" JSON_INTEGER_FORMAT " %-8s %s", json_integer_value(json_object_get(row, "layer")), site ? site : "?",
-           act ? act : "?");
+    printf("  layer %-4" JSON_INTEGER_FORMAT " %-8s %s", json_integer_value(json_object_get(row, "layer")), shown(site, first),
+           shown(act, second));
     const size_t n_outliers = json_array_size(json_object_get(row, "outliers"));
     if (n_outliers) printf(", %zu channels in 8 bits", n_outliers);
     printf("\n");
