@@ -24,6 +24,7 @@ struct detok {
   struct token_span *spans;          /* queue [first, first + n) */
   int32_t first, n, capacity;
   int32_t stop_index;                /* >= 0: over */
+  int64_t n_pushed, min_tokens;      /* tokens; of stop strings, those whole by then are passed over */
 };
 
 enum { DETOK_LIMIT_BYTES = 1 << 30 };
@@ -32,7 +33,8 @@ enum sits_status detok_create(const struct tokenizer *tokenizer, const struct de
 {
   struct detok *detok = mem_calloc(1, sizeof *detok);
   if (!detok) return SITS_NOMEM;
-  *detok = (struct detok){.tokenizer = tokenizer, .skip_special = options->skip_special, .include_stop = options->include_stop};
+  *detok = (struct detok){.tokenizer = tokenizer, .skip_special = options->skip_special, .include_stop = options->include_stop,
+                           .min_tokens = options->min_tokens};
   detok->state.has_started = !options->at_text_start;
   detok->stop_index = -1;
   buf_init(&detok->tail, DETOK_LIMIT_BYTES);
@@ -87,7 +89,7 @@ static bool settle(struct detok *detok, bool is_last, size_t *cut, size_t *n_fir
   *is_bad = *n_first == 3 && memcmp(detok->text.data + before, "\xEF\xBF\xBD", 3) == 0;
   for (size_t i = before; i < detok->text.size; i++) {
     int32_t found = stop_push(&detok->stops, detok->text.data[i]);
-    if (found < 0) continue;
+    if (found < 0 || detok->n_pushed <= detok->min_tokens) continue;
     detok->stop_index = found;
     detok->n_text += i + 1 - before;
     *cut = detok->n_text - (detok->include_stop ? 0 : detok->stops.strings[found].n_bytes);
@@ -142,6 +144,7 @@ enum sits_status detok_push(struct detok *detok, int32_t token, struct detok_pie
   if (detok->stop_index >= 0) return give(detok, detok->n_out, true, piece);
   if (!reserve_span(detok) || !tokenizer_emit(detok->tokenizer, token, detok->skip_special, &detok->state, &detok->tail)) return SITS_NOMEM;
   size_t n_raw = detok->tail.size - n_waiting;
+  detok->n_pushed++;
   if (!settle(detok, false, &cut, &n_first, &is_bad)) return SITS_NOMEM;
   if (n_first) close_open_spans(detok, n_text + n_first);
   /* The tail that waited was either completed by this token, sharing its character, or given up as one U+FFFD. */

@@ -16,6 +16,7 @@ struct detok_options {
   bool include_stop;               /* keep the matched stop string in the text */
   const char *const *stops;        /* [n_stops] terminated UTF-8, copied; empty strings are not allowed */
   int32_t n_stops;
+  int32_t min_tokens;              /* a stop string that is whole within the first so many tokens ends nothing */
   bool at_text_start;              /* true: the sequence starts a text (leading space stripped where the model does so) */
 };
 

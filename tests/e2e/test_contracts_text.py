@@ -217,6 +217,13 @@ def test_contract_41_logprobs_need_no_switch(tiny):
         assert text[offset:offset + len(token)] == token and 3 <= len(top) <= 4
 
 
+def test_min_tokens_holds_for_stop_strings_too(tiny):
+    ask = dict(prompt="Once upon a time", stop=["a", "e"], temperature=0, max_tokens=60)
+    short, long = (tiny.complete(min_tokens=n, **ask)[1] for n in (0, 30))
+    assert short["usage"]["completion_tokens"] < 30 < long["usage"]["completion_tokens"] < 60
+    assert long["choices"][0]["finish_reason"] == "stop" and long["choices"][0]["stop_reason"] in ask["stop"]
+
+
 def test_echo_with_the_prompts_own_logprobs(tiny):
     _, plain = tiny.complete(prompt="Once upon a time", max_tokens=5, temperature=0, logprobs=1)
     _, answer = tiny.complete(prompt="Once upon a time", max_tokens=5, temperature=0, logprobs=1, echo=True)

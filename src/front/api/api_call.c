@@ -87,7 +87,8 @@ static enum sits_status create_choices(struct api_part *part, const struct api_m
 {
   const struct api_request *request = part->call->request;
   struct detok_options options = {.skip_special = request->skip_special_tokens, .include_stop = request->include_stop_str_in_output,
-                                  .stops = request->stops, .n_stops = (int32_t)request->n_stops};
+                                  .stops = request->stops, .n_stops = (int32_t)request->n_stops,
+                                  .min_tokens = (int32_t)request->min_tokens};
   part->choices = mem_calloc((size_t)request->n, sizeof *part->choices);
   if (!part->choices) return sits_fail(err, SITS_NOMEM, "no memory for the request's choices");
   part->n_left = (int32_t)request->n;

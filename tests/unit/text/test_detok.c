@@ -131,6 +131,20 @@ static void held_text_comes_out(void **state) /* contract 23, 24 */
   detok_destroy(detok);
 }
 
+/* Within the first tokens nothing ends the text; a string that is whole behind them does, also where it began before. */
+static void stops_wait_for_min_tokens(void **state)
+{
+  const char *const stops[] = {"ab"};
+  const struct detok_options options = {.stops = stops, .n_stops = 1, .min_tokens = 3};
+  struct detok *detok = NULL;
+  assert_int_equal(detok_create(tokenizer_here, &options, &detok), SITS_OK);
+  expect(detok, 'a', "", 0, -1);
+  expect(detok, 'b', "ab", 2, -1);
+  expect(detok, 'a', "", 0, -1);
+  expect(detok, 'b', "", 0, 0);
+  detok_destroy(detok);
+}
+
 static void overlapping_stops(void **state)
 {
   const char *const stops[] = {"abcd", "bc", "abc"};
@@ -292,6 +306,7 @@ int main(void)
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(whole_characters_only), cmocka_unit_test(special_tokens_count_but_give_no_text),
     cmocka_unit_test(stop_is_cut_by_character), cmocka_unit_test(held_text_comes_out), cmocka_unit_test(overlapping_stops),
+    cmocka_unit_test(stops_wait_for_min_tokens),
     cmocka_unit_test(bad_stops_are_refused), cmocka_unit_test(random_bytes_join_to_decode), cmocka_unit_test(random_ids_of_real_models),
     cmocka_unit_test(random_stops_against_whole_text), cmocka_unit_test(start_of_text),
   };
