@@ -40,6 +40,7 @@ def test_a_hung_rank_ends_requests_and_turns_health_red(launch):
     assert time.monotonic() - begin < 10 * SLOW
     assert status == 503, answer
     assert server.get("/health/ready")[0] == 503
+    assert server.metric("engine_heartbeat_age_seconds") == float("inf")  # what the alert for a stuck engine looks at
     assert server.complete(max_tokens=1)[0] == 503
     server.stop()
     again = launch(TINY, "--tensor-parallel-size", 2, "--collective-timeout-s", 60)

@@ -1,6 +1,7 @@
 /* See metrics.h. To add a counter: an enum value and a row of counter_rows; an engine figure: a row in render_engine. */
 #include "front/metrics/metrics.h"
 
+#include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 
@@ -186,7 +187,9 @@ void metrics_http(struct metrics *metrics, int route, int http_status)
 static void gauge(const struct metrics *m, struct buf *out, const char *name, const char *help, double value)
 {
   metrics_text_header(out, name, "gauge", help);
-  buf_printf(out, "sits2026:%s{%s} %.9g\n", name, m->label, value);
+  buf_printf(out, "sits2026:%s{%s} ", name, m->label);
+  if (isinf(value)) buf_append_text(out, "+Inf\n");
+  else buf_printf(out, "%.9g\n", value);
 }
 
 static void counter(const struct metrics *m, struct buf *out, const char *name, const char *help, uint64_t value)
@@ -296,7 +299,8 @@ static void render_engine(const struct metrics *m, const struct metrics_now *now
   render_gauges(m, e, out);
   render_counters(m, e, out);
   render_memory(m, e, out);
-  gauge(m, out, "engine_heartbeat_age_seconds", "Time since the engine's loop last turned.", (double)now->heartbeat_age_us / 1e6);
+  gauge(m, out, "engine_heartbeat_age_seconds", "Time since the engine's loop last turned; +Inf once the device has failed.",
+        now->heartbeat_age_us < 0 ? (double)INFINITY : (double)now->heartbeat_age_us / 1e6);
   metrics_text_header(out, "cache_config_info", "gauge", "KV page size in tokens and number of pages.");
   buf_printf(out, "sits2026:cache_config_info{%s,block_size=\"%lld\",num_gpu_blocks=\"%d\"} 1\n", m->label, (long long)now->page_tokens,
              e->n_pages_total);

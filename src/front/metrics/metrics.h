@@ -70,7 +70,7 @@ void metrics_watch_gpus(struct metrics *metrics);
 struct metrics_now {
   const struct engine_stats *engine; /* NULL while there is none */
   int64_t page_tokens;
-  int64_t heartbeat_age_us;
+  int64_t heartbeat_age_us;          /* negative: the device failed */
   int64_t n_in_flight;               /* HTTP requests being served */
 };
 void metrics_render(struct metrics *metrics, const struct metrics_now *now, struct buf *out);
