@@ -18,7 +18,8 @@ static inline uint64_t hash_mix(uint64_t a, uint64_t b)
 
 uint64_t hash_bytes(uint64_t seed, const void *bytes, size_t n_bytes);
 
-/* A checksum for large data: four independent lanes of hash_mix, so that it runs at memory speed. Not the same value as hash_bytes. */
+/* A checksum for large data: four independent lanes of multiply, rotate and multiply, so that it runs at memory speed. Not the same
+ * value as hash_bytes. */
 uint64_t hash_bulk(uint64_t seed, const void *bytes, size_t n_bytes);
 
 #endif

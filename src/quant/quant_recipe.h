@@ -21,9 +21,9 @@ struct quant_recipe {
   const char *method;                /* rtn|gptq */
   const char *scaling;               /* auto|none|awq */
   const char *head;                  /* keep|f16|int8: of embedding and head */
-  const char *activations;           /* float|int8|int4 */
-  const char *down_activations;      /* same|float|int8|int4 */
-  const char *head_activations;      /* float|int8 */
+  const char *activations;           /* backend|float|int8|int4 */
+  const char *down_activations;      /* same|backend|float|int8|int4 */
+  const char *head_activations;      /* backend|float|int8 */
   int64_t outliers;                  /* channels of an int4 site kept in 8 bits */
   int64_t int8_first_layers, int8_last_layers; /* layers whose int4 sites become int8 */
   const char *int8_sites;            /* "LAYER.SITE,..." sites that do; NULL: none */

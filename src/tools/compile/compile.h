@@ -2,7 +2,7 @@
  *
  * Main path: main -> compile_run: model_open, recipe, compile_calibrate where the recipe needs activations (outliers, GPTQ), then
  * compile_tensors rounds every matrix, compile_meta describes every site, and the writer puts both into the file. One thread, except for
- * the backend's workers while calibrating. */
+ * the backend's workers while calibrating, and those that the rows of a matrix are dealt to. */
 #ifndef SITS_TOOLS_COMPILE_H
 #define SITS_TOOLS_COMPILE_H
 
