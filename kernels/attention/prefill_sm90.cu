@@ -12,16 +12,17 @@
  *   the two warpgroups (scores, probabilities and O are 160 of them), 24 of the loader's.
  * Pipeline: the loader brings K of a tile and V of the one before by a bulk copy each. K and V have rings of their own: k_full, v_full
  *   count bytes, k_empty, v_empty the warps. Inside a warpgroup the scores of tile i and the product of tile i-1's probabilities with V are
- *   issued one after the other; the softmax of tile i runs while that product does. The warpgroups take turns at issuing (named barriers
- *   2 and 3), so that one's softmax falls into the other's products.
- * Numerics: f16 products, f32 sums, running maximum, base-2 exponentials, P rounded to f16; masked scores are -inf, a row whose tiles are
- *   all masked so far keeps maximum -1e30 and sum 0. Outputs are rotated back where the codec rotates values. Tolerance 2e-3 of the norm.
+ *   issued one after the other; the maximum of tile i is found while that product ends, then probabilities go where those lay that it read.
+ *   The warpgroups take turns at issuing (named barriers 2 and 3), so that one's softmax falls into the other's products.
+ * Numerics: f16 products, f32 sums, base-2 exponentials against a reference of each row that moves to its maximum when that lies 2^8 above,
+ *   P rounded to f16; masked scores are -inf, a row whose tiles are all masked so far keeps reference -1e30 and sum 0. Outputs
+ *   are rotated back where the codec rotates values. Tolerance 2e-3 of the norm.
  * Limits: D 64 or 128, sm_90a. Others: prefill_f16.cu.
  * Cost: 4 T L D operations a head; bound by tensor cores. H200, 32 heads over 8, D = 128: 470 TFLOP/s at 2,048 tokens, 628 at 8,192, 690
  *   at 30,720; chunks of 1,024 tokens behind 29,696: 674 (bench/results/cuda_prefill_h200.json).
  * History: scores, softmax and values in a row, two warpgroups that drift apart, one ring of K and V: 284, 427, 483. This order: 470, 628,
  *   690. Without the turns 445, 620, 693; three stages 468, 626, 690; tiles of one head after the other instead of heads inside 409, 612,
- *   689. The compiler moves a softmax behind a wait for a product that it does not need (then nothing overlaps): hence the two waits in
+ *   689. The compiler moves arithmetic behind a wait for a product that it does not need (then nothing overlaps): hence the two waits in
  *   `rescale`, each behind a branch that depends on it. 288 threads with 224 registers each spill. A branch that each warp takes for
  *   itself is what wgmma.wait_group.aligned forbids (synccheck saw it); asked of the warpgroup (bar.red.or) it costs 5 to 6 %: 606 to 576.
  * Links: twin ref_attention, test tests/gpu/test_attention.c.
@@ -45,7 +46,7 @@ template <int D> struct shape {
   static constexpr int SMEM = 1024 + TILE + 2 * STAGES * TILE;
 };
 
-/* A part of a CTA's rows, in the workspace: [128][D] values (not divided by the sum), then [128] maxima, [128] sums. */
+/* A part of a CTA's rows, in the workspace: [128][D] values (not divided by the sum), then [128] references, [128] sums. */
 template <int D> constexpr int PART = QUERIES * (D + 2);
 
 #if SITS_SM90
@@ -112,34 +113,44 @@ SITS_DEV void mask_scores(float (&s)[64], const tile_range &b, int tile, int row
   }
 }
 
-/* Scores -> probabilities; f: what O and the sums so far are multiplied by. */
-SITS_DEV void softmax(float (&s)[64], float (&m)[2], float (&l)[2], float (&f)[2], float scale) {
+/* A row's reference m moves only where a score lies 2^8 above it, so that most tiles need no exchange between lanes; probabilities stay
+ * below 2^8. f: what O and the sums so far are multiplied by. */
+SITS_DEV void move_reference(const float (&s)[64], float (&m)[2], float (&f)[2], float scale) {
+  constexpr float MOST = 8.f;
+  float top[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    float top = -INFINITY, sum = 0.f;
+    float part[4];
 #pragma unroll
-    for (int j = 0; j < 16; j++) top = fmaxf(top, fmaxf(s[j * 4 + h * 2], s[j * 4 + h * 2 + 1]));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const float next = fmaxf(m[h], top * scale);
+    for (int j = 0; j < 16; j++) {
+      const float pair = fmaxf(s[j * 4 + h * 2], s[j * 4 + h * 2 + 1]);
+      part[j & 3] = j < 4 ? pair : fmaxf(part[j & 3], pair);
+    }
+    top[h] = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])) * scale;
+  }
+  f[0] = f[1] = 1.f;
+  if (!__any_sync(~0u, top[0] > m[0] + MOST || top[1] > m[1] + MOST)) return;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float next = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
+    next = fmaxf(m[h], fmaxf(next, __shfl_xor_sync(~0u, next, 2)));
     f[h] = exp2_fast(m[h] - next);
     m[h] = next;
-#pragma unroll
-    for (int j = 0; j < 16; j++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float &x = s[j * 4 + h * 2 + e];
-        x = exp2_fast(fmaf(x, scale, -next));
-        sum += x;
-      }
-    l[h] = l[h] * f[h] + sum;
   }
 }
 
-/* Probabilities as the A operand of their product with V. */
-SITS_DEV void pack_probabilities(const float (&s)[64], uint32_t (&p)[8][4]) {
+/* Scores -> probabilities, the A operand of their product with V. */
+SITS_DEV void make_probabilities(const float (&s)[64], uint32_t (&p)[8][4], const float (&m)[2], float (&l)[2], const float (&f)[2],
+                                 float scale) {
+  float sum[2] = {0.f, 0.f};
 #pragma unroll
-  for (int i = 0; i < 32; i++) p[i >> 2][i & 3] = pack_half2(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < 32; i++) {
+    const int h = i & 1;
+    const float a = exp2_fast(fmaf(s[2 * i], scale, -m[h])), b = exp2_fast(fmaf(s[2 * i + 1], scale, -m[h]));
+    sum[h] += a, sum[h] += b;
+    p[i >> 2][i & 3] = pack_half2(a, b);
+  }
+  l[0] = l[0] * f[0] + sum[0], l[1] = l[1] * f[1] + sum[1];
 }
 
 /* Wait for O and rescale it. Two waits whose texts differ, so that they are not made one and moved before the softmax. The first branch
@@ -179,8 +190,8 @@ template <int D> SITS_DEV void walk(const params &args, const tile_range &b, uin
   if (lane == 0) bar_arrive(bars.k_empty);
   at_k.next();
   if (tile_mask(b, b.begin, QUERIES, KEYS)) mask_scores(s, b, b.begin, row, t);
-  softmax(s, m, l, f, args.scale);
-  pack_probabilities(s, p);
+  move_reference(s, m, f, args.scale);
+  make_probabilities(s, p, m, l, f, args.scale);
 #pragma unroll 1
   for (int i = b.begin + 1; i < b.end; i++) {
     bar_wait(bars.k_full + at_k.slot * 8, at_k.parity);
@@ -197,12 +208,11 @@ template <int D> SITS_DEV void walk(const params &args, const tile_range &b, uin
     if (lane == 0) bar_arrive(bars.k_empty + at_k.slot * 8);
     at_k.next();
     if (tile_mask(b, i, QUERIES, KEYS)) mask_scores(s, b, i, row, t);
-    softmax(s, m, l, f, args.scale);
-    pin(s);
+    move_reference(s, m, f, args.scale);
     rescale<D>(o, f);
     if (lane == 0) bar_arrive(bars.v_empty + at_v.slot * 8);
     at_v.next();
-    pack_probabilities(s, p);
+    make_probabilities(s, p, m, l, f, args.scale);
   }
   bar_wait(bars.v_full + at_v.slot * 8, at_v.parity);
   wgmma_fence();
