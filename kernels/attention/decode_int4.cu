@@ -12,11 +12,11 @@
  *   8 * (D+4) * 4 (4.1 KiB), new token 512, its value 4 D, addresses of tiles 512: 27 KiB, so eight CTAs an SM, at 128 registers.
  * Pipeline: a pair's first warp looks up 32 addresses of tiles at a time, a lane each; whichever warp leaves a stage last has it filled
  *   again. The first copies start before the grid dependency opens (pages of earlier steps do not depend on it; not fused, a sequence's
- *   last page waits for the append); fused, a pair's first one only, the second when the queries have been made. The own group's keys come
- *   by a copy into the merge buffer, which is free while pages are read, where they fit (int4 from two pairs a CTA on, fp4 from four); int4
- *   with one pair: into the stage that no further page needs, if the run ends with the segment. Fused, the new token never travels through
- *   global memory here: the warp that owns its block patches the tile and the fragments of its key, and stores the same words to page and
- *   slot. Nobody but that warp waits for its value.
+ *   last page waits for the append); int4, fused, a pair's first one only, the second when the queries have been made. The own group's
+ *   keys come by a copy into the merge buffer, which is free while pages are read, where they fit (int4 from two pairs a CTA on, fp4 from
+ *   four); int4 with one pair: into the stage that no further page needs, if the run ends with the segment. Fused, the new token never
+ *   travels through global memory here: the warp that owns its block patches the tile and the fragments of its key, and stores the same
+ *   words to page and slot. Nobody but that warp waits for its value.
  * Numerics: decode_pages.cuh; parts are merged in CTA order by the last to arrive, so results do not depend on timing. Tolerance against
  *   the f64 twin 2e-3 of the norm.
  * Limits: D 64 or 128, H/G <= 8, S <= 1024, sm_90; anything else goes to attn_any.
@@ -30,7 +30,7 @@
  *   first warp when it finds them left: 47.9 us for 46.2. The own group's keys from global memory, though sent for into the L2: 46.4 us for
  *   44.4, 29.4 for 26.7 at 64 x 1,024. The value quantised before a barrier of all warps: 3,000 cycles a segment. Both of a pair's tiles
  *   before the queries, whose projections then come late: a layer of 32, 64, 128 tokens 71 to 69.6, 92.6 to 91.3, 139.3 to 137.0 us
- *   without.
+ *   without (fp4, 64 x 2,048, alone: 57.2 us without for 53.3, so it keeps them).
  * Links: twin ref_attention (tests/gpu/test_attention.c), test tests/gpu/test_attention.c, bench sits2026-bench kernels.
  */
 #include "attention/decode_split.cuh"
@@ -181,7 +181,8 @@ template <int D, bool FUSED, bool FP4, int PAIRS> __global__ void __launch_bound
 #if SITS_SM90
   using C = map<D, FP4, PAIRS>;
   constexpr int T = TILE<D, FP4>;
-  constexpr int EARLY = FUSED ? 1 : STAGES; /* a pair's tiles on their way before queries are made, which more would hold up */
+  /* A pair's tiles on their way before queries are made, which more would hold up; fp4, bound by its pages, wants them all. */
+  constexpr int EARLY = FUSED && !FP4 ? 1 : STAGES;
   extern __shared__ __align__(1024) uint8_t smem[];
   grid_trigger();
   const k_kv_view &view = p.a.kv;
